@@ -20,10 +20,13 @@ from pydantic import (
 )
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -129,7 +132,7 @@ class LearnersConfig(Section):
     """What the learning rate does after the warm-up, until the last step."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate of linear and cosine, as a share of lr."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW betas."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW weight decay."""
@@ -199,21 +202,23 @@ class RLConfig(JobConfig):
     @model_validator(mode="after")
     def _sizes_divide(self) -> RLConfig:
         a, ranks = self.algorithm, self.learners.num_ranks
+        problems = []
         if a.groups_per_step % a.num_minibatches:
-            raise ValueError(
+            problems.append(
                 f"[algorithm] num_minibatches must divide groups_per_step = {a.groups_per_step}; got {a.num_minibatches}"
             )
-        per_update = a.groups_per_step // a.num_minibatches
-        if per_update % ranks:
-            raise ValueError(
-                f"[learners] num_ranks must divide the {per_update} groups of one optimizer step "
-                f"([algorithm] groups_per_step / num_minibatches); got {ranks}"
+        elif (a.groups_per_step // a.num_minibatches) % ranks:
+            problems.append(
+                f"[learners] num_ranks must divide the {a.groups_per_step // a.num_minibatches} groups of one optimizer "
+                f"step ([algorithm] groups_per_step / num_minibatches); got {ranks}"
             )
         if self.generators.max_concurrent_rollouts < a.group_size:
-            raise ValueError(
-                f"[generators] max_concurrent_rollouts must hold one group of {a.group_size}; "
+            problems.append(
+                f"[generators] max_concurrent_rollouts must hold one group ([algorithm] group_size) of {a.group_size}; "
                 f"got {self.generators.max_concurrent_rollouts}"
             )
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
 

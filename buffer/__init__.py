@@ -1,2 +1,29 @@
+"""The replay buffer: whole groups of trajectories as Arrow record batches on shards behind ZMQ.
+
+Usable alone. Knows neither torch nor Ray nor vLLM.
+"""
+
 if __name__ != "asyncrl.buffer":
     raise ImportError("import this package as asyncrl.buffer")
+
+from asyncrl.buffer.client import Lease, ReplayBuffer
+from asyncrl.buffer.keys import CurveKeys, ServerKeys, ShardAddress, new_keys
+from asyncrl.buffer.schema import SCHEMA, SCHEMA_VERSION
+from asyncrl.buffer.shard import ShardServer
+from asyncrl.buffer.store import BufferStats
+from asyncrl.buffer.table import groups_to_table, write_parquet
+
+__all__ = [
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "BufferStats",
+    "CurveKeys",
+    "Lease",
+    "ReplayBuffer",
+    "ServerKeys",
+    "ShardAddress",
+    "ShardServer",
+    "groups_to_table",
+    "new_keys",
+    "write_parquet",
+]

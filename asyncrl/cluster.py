@@ -1,0 +1,116 @@
+"""Ray for a run: join or start a cluster, reserve the placement group, and turn Ray's errors into ours."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group
+
+from asyncrl.config import JobConfig
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.placement import Placement, plan_placement
+from asyncrl.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+PLACEMENT_TIMEOUT_S = 60.0
+SYSTEM_CONFIG = {"kill_child_processes_on_worker_exit_with_raylet_subreaper": True}
+"""An engine's inner processes end with their actor, even one that was killed."""
+
+
+@contextlib.contextmanager
+def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
+    """Connect to Ray for the length of a run and yield the placement that fits it.
+
+    Args:
+        address: a cluster to join; None: the one that `ray start` runs on this machine, else a new one that ends with
+            the run. A new one on CPUs gets as many logical CPUs as the run asks for, so that a laptop with two cores
+            runs every example.
+
+    Raises:
+        ConfigError: no cluster at that address, or it is too small.
+    """
+    options = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        ray.init(address=address or "auto", **options)
+    except (ConnectionError, RuntimeError) as error:
+        if address is not None:
+            raise ConfigError(f"--address {address}: no Ray cluster answers there ({_first_line(error)})") from error
+        use_gpus = num_local_gpus() > 0
+        num_cpus = max(os.cpu_count() or 1, plan_placement(config, use_gpus=use_gpus).num_cpus)
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, _system_config=SYSTEM_CONFIG, **options)
+    try:
+        resources = ray.cluster_resources()
+        placement = plan_placement(config, use_gpus=resources.get("GPU", 0) > 0)
+        shortage = placement.shortage(resources)
+        if shortage:
+            raise ConfigError(
+                f"this run does not fit the Ray cluster: {shortage}.\n{placement.describe()}\n"
+                "Lower [generators] num or [learners] num_ranks, or add nodes"
+            )
+        yield placement
+    finally:
+        ray.shutdown()
+
+
+def reserve(placement: Placement) -> PlacementGroup:
+    """Take the resources of the whole run at once, close together.
+
+    Raises:
+        ConfigError: they exist but stay taken by others; names what is free.
+    """
+    group = placement_group([b.to_ray() for b in placement.bundles], strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
+    except GetTimeoutError:
+        free = ", ".join(f"{v:g} {k}" for k, v in ray.available_resources().items() if k in ("CPU", "GPU")) or "nothing"
+        raise ConfigError(
+            f"the cluster did not free the resources of this run within {PLACEMENT_TIMEOUT_S:.0f} s; free now: {free}."
+            f"\n{placement.describe()}"
+        ) from None
+    return group
+
+
+def get_all(calls: Sequence[Any]) -> None:
+    """Wait for remote calls; the first error is raised at once, whatever the others still do."""
+    pending = list(calls)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1)
+        ray.get(done)
+
+
+def num_hosts() -> int:
+    """Live nodes of the cluster."""
+    return sum(node["Alive"] for node in ray.nodes())
+
+
+def num_local_gpus() -> int:
+    """CUDA devices of this machine, without starting Ray."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def explain(error: RayError, run_folder: RunFolder) -> AsyncRLError:
+    """The first cause of a failed remote call, as one of our errors."""
+    cause: BaseException = error
+    while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):
+        cause = cause.cause
+    logs = f"(logs: {run_folder.logs})"
+    if isinstance(cause, AsyncRLError):
+        return type(cause)(f"{cause} {logs}")
+    if isinstance(cause, RayActorError):
+        return AsyncRLError(f"a process of the run died: {_first_line(cause)} {logs}")
+    # Not one of ours: a bug, or a library's failure. The message alone would not do.
+    run_folder.log("driver").write_text(str(error))
+    return AsyncRLError(f"{type(cause).__name__}: {cause} (traceback: {run_folder.log('driver')})")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,179 @@
+"""What a person sees of a run: a live panel on a terminal, plain lines elsewhere, a curve and the results at the end."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import plotext
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.config import JobConfig, RLConfig
+from asyncrl.progress import Progress
+from asyncrl.run_folder import RunFolder
+
+LINE_EVERY_S = 5.0
+
+
+class Display:
+    """Draws snapshots of Progress; use as a context manager. Knows nothing of Ray."""
+
+    def __init__(self, config: JobConfig, run_folder: RunFolder, *, console: Console | None = None) -> None:
+        self._config = config
+        self._run_folder = run_folder
+        self._console = console or Console()
+        self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+        self._last_line = (0.0, "", -1)
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+    def update(self, progress: Progress) -> None:
+        """Draw the newest snapshot."""
+        self._progress = progress
+        if self._console.is_terminal:
+            self._live.update(self.panel(progress))
+        else:
+            self._print_line(progress)
+
+    def say(self, message: str) -> None:
+        """One lasting line."""
+        self._console.print(message, highlight=False, soft_wrap=True)
+
+    def panel(self, progress: Progress) -> Panel:
+        """The live picture of a run."""
+        bar = ProgressBar(total=progress.num_steps, completed=progress.step, width=None)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        table.add_column()
+        for name, value in self.rows(progress):
+            table.add_row(name, value)
+        title = f"{self._config.name}  {self._mode()}"
+        footer = Text(str(self._run_folder.path), style="dim", overflow="fold")
+        return Panel(Group(Text(progress.phase, style="bold"), bar, table, footer), title=title, title_align="left")
+
+    def rows(self, progress: Progress) -> list[tuple[str, str]]:
+        """Name and text of every line of the panel."""
+        now = time.time()
+        latest = progress.latest
+        eta = progress.eta_s(now)
+        rows = [
+            ("step", f"{progress.step} / {progress.num_steps}"),
+            ("time", f"{_clock(now - progress.started_at)}   left {_clock(eta)}"),
+        ]
+        if isinstance(self._config, RLConfig):
+            rows += [
+                ("reward", f"{_number(latest, 'learner/reward/mean')}   {_spark([v for _, v in progress.curve])}"),
+                ("held-out reward", _held_out(progress)),
+                (
+                    "staleness",
+                    f"mean {_number(latest, 'learner/staleness/mean')}   max {_number(latest, 'learner/staleness/max', 0)}"
+                    f"   bound {self._config.staleness_bound}",
+                ),
+                (
+                    "buffer",
+                    f"{_percent(latest, 'buffer/fill')} full   {_number(latest, 'buffer/groups', 0)} groups"
+                    f"   evicted {_number(latest, 'tickets/evicted', 0)}   failed {_number(latest, 'tickets/failed', 0)}",
+                ),
+                (
+                    "tokens/s",
+                    f"generated {_number(latest, 'throughput/generated_tokens_per_s', 0)}"
+                    f"   trained {_number(latest, 'throughput/trained_tokens_per_s', 0)}",
+                ),
+                (
+                    "idle",
+                    f"generators {_percent(latest, 'idle/generators')}   learners {_percent(latest, 'idle/learners')}",
+                ),
+            ]
+        else:
+            rows += [
+                ("loss", f"{_number(latest, 'learner/loss')}   {_spark([v for _, v in progress.curve])}"),
+                ("held-out accuracy", _held_out(progress)),
+                ("tokens/s", _number(latest, "throughput/trained_tokens_per_s", 0)),
+            ]
+        return rows
+
+    def finish(self) -> None:
+        """The lasting end of a run, however it ended: its curve and what was saved."""
+        self._live.stop()
+        progress = self._progress
+        if progress is None:
+            return
+        if len(progress.curve) > 1:
+            self._console.print(Text.from_ansi(self.curve(progress)))
+            for name, value in self.rows(progress):
+                self.say(f"{name:>18}  {value}")
+        for path in progress.saved or ["nothing"]:
+            self.say(f"{'saved':>18}  {path}")
+
+    def curve(self, progress: Progress) -> str:
+        """Training and held-out values over steps, as text."""
+        is_rl = isinstance(self._config, RLConfig)
+        plotext.clear_figure()
+        plotext.theme("clear")
+        plotext.plotsize(min(78, self._console.width), 16)
+        plotext.plot(*zip(*progress.curve, strict=True), label="reward" if is_rl else "loss", marker="dot")
+        if progress.evals:
+            label = "held-out reward" if is_rl else "held-out token accuracy"
+            plotext.plot(*zip(*progress.evals, strict=True), label=label, marker="braille")
+            plotext.scatter(*zip(*progress.evals, strict=True), marker="O")
+        plotext.title(self._config.name)
+        plotext.xlabel("step")
+        return plotext.build()
+
+    def _mode(self) -> str:
+        return self._config.mode if isinstance(self._config, RLConfig) else "sft"
+
+    def _print_line(self, progress: Progress) -> None:
+        """Not a terminal: a line when the phase changes, and every few seconds when the step moved."""
+        then, phase, step = self._last_line
+        now = time.monotonic()
+        if progress.phase != phase or (progress.step != step and now - then >= LINE_EVERY_S):
+            self._last_line = (now, progress.phase, progress.step)
+            values = "  ".join(f"{name} {value}" for name, value in self.rows(progress)) if progress.step else ""
+            self.say(f"{progress.phase}  {values}")
+
+
+def _number(latest: dict[str, float], name: str, digits: int = 3) -> str:
+    value = latest.get(name)
+    return "-" if value is None or math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def _percent(latest: dict[str, float], name: str) -> str:
+    return f"{latest[name]:.0%}" if name in latest else "-"
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def _held_out(progress: Progress) -> str:
+    if not progress.evals:
+        return "-"
+    (first_step, first), (last_step, last) = progress.evals[0], progress.evals[-1]
+    return f"{first:.1%} at step {first_step}   {last:.1%} at step {last_step}"
+
+
+def _spark(values: list[float], width: int = 30) -> str:
+    """The last values as a row of bars."""
+    bars = "▁▂▃▄▅▆▇█"
+    shown = [v for v in values[-width:] if math.isfinite(v)]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    return "".join(bars[int((v - low) / (high - low) * 7) if high > low else 0] for v in shown)

@@ -1,0 +1,194 @@
+"""Starts a prepared run on Ray, follows it, and leaves nothing behind.
+
+cli -> preflight -> launch: join or start Ray, reserve one placement group, start all processes in it, hand them to the
+coordinator, draw its progress until it ends. Every exit (end, error, Ctrl-C) goes through the same shutdown.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncrl.cluster import explain, get_all, num_hosts, num_local_gpus, ray_cluster, reserve
+from asyncrl.config import JobConfig, RLConfig
+from asyncrl.display import Display
+from asyncrl.placement import Placement, plan_placement
+from asyncrl.preflight import Preflight
+from asyncrl.progress import Progress
+from asyncrl.run_folder import RunFolder
+
+SHUTDOWN_TIMEOUT_S = 20.0
+POLL_S = 0.25
+
+
+def launch(prepared: Preflight, *, address: str | None) -> int:
+    """Run a checked job to its end. Returns the exit status: 0 done, 130 stopped by Ctrl-C.
+
+    Args:
+        address: a Ray cluster to join ("auto", "host:port" or "ray://host:port"); None: join the one that runs on this
+            machine, or start one that ends with the run.
+
+    Raises:
+        AsyncRLError: with the first cause, when a part fails.
+    """
+    config = prepared.config
+    with ray_cluster(config, address) as placement:
+        run_folder = RunFolder.create(config)
+        with Display(config, run_folder) as display, _Members(placement, run_folder) as members:
+            display.say(f"run folder {run_folder.path}")
+            stopped = _run(prepared, members, display)
+    return 130 if stopped else 0
+
+
+def placement_plan(config: JobConfig) -> str:
+    """The processes and resources of a run, as text; uses the GPUs of this machine if there are any."""
+    return plan_placement(config, use_gpus=num_local_gpus() > 0).describe()
+
+
+def _run(prepared: Preflight, members: _Members, display: Display) -> bool:
+    """Start everything, then follow the run. Returns whether the user stopped it."""
+    display.update(Progress(job=prepared.config.name, num_steps=prepared.config.steps, phase="starting processes"))
+    try:
+        members.start(prepared)
+        return _follow(members, display)
+    except RayError as error:
+        raise explain(error, members.run_folder) from error
+    finally:
+        display.finish()
+
+
+def _follow(members: _Members, display: Display) -> bool:
+    """Draw the run until it ends. The first Ctrl-C asks it to stop after the current step, the second ends it now."""
+    finished = members.coordinator.run.remote()
+    stopping = False
+    while True:
+        try:
+            done, _ = ray.wait([finished], timeout=POLL_S)
+            display.update(ray.get(members.coordinator.progress.remote()))
+            if done:
+                ray.get(finished)
+                return stopping
+        except KeyboardInterrupt:
+            if stopping:
+                raise
+            stopping = True
+            display.say("Ctrl-C: finishing the current step, then saving the model (again: stop at once)")
+            ray.get(members.coordinator.stop.remote())
+
+
+class _Members:
+    """All processes of a run in one placement group. Leaving the context ends them, whatever state they are in."""
+
+    def __init__(self, placement: Placement, run_folder: RunFolder) -> None:
+        self._placement = placement
+        self.run_folder = run_folder
+        self._group: PlacementGroup | None = None
+        self._actors: dict[str, Any] = {}
+        self._weights_dir = Path(_shared_memory()) / f"asyncrl-{uuid.uuid4().hex[:12]}"
+
+    def __enter__(self) -> _Members:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        calls = [a.shutdown.remote() for name, a in self._actors.items() if name != "coordinator"]
+        ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_TIMEOUT_S) if calls else None
+        for actor in self._actors.values():
+            ray.kill(actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        shutil.rmtree(self._weights_dir, ignore_errors=True)
+
+    @property
+    def coordinator(self) -> Any:
+        return self._actors["coordinator"]
+
+    def start(self, prepared: Preflight) -> None:
+        """Reserve, start and connect everything."""
+        self._group = reserve(self._placement)
+        config = prepared.config
+        from asyncrl.coordinator_actor import CoordinatorActor
+
+        self._spawn("coordinator", CoordinatorActor, config, run_folder=self.run_folder)
+        if isinstance(config, RLConfig):
+            self._start_rl(config, prepared)
+        else:
+            learners = self._spawn_learners(config)
+            get_all(self._start_learners(config, learners))
+            ray.get(self.coordinator.connect_supervised.remote(learners=learners))
+
+    def _start_rl(self, config: RLConfig, prepared: Preflight) -> None:
+        from asyncrl.actors.generator_actor import GeneratorActor
+        from asyncrl.buffer import ServerKeys, new_keys
+        from asyncrl.buffer.shard_actor import ShardActor
+
+        # On one host everything stays on loopback; across hosts every socket is encrypted with keys of this run.
+        clients = new_keys() if num_hosts() > 1 else None
+        shards = [
+            self._spawn(
+                name,
+                ShardActor,
+                log=self.run_folder.log(name),
+                keys=ServerKeys(own=new_keys(), clients=(clients.public,)) if clients else None,
+            )
+            for name in _names("shard", config.buffer.num_shards)
+        ]
+        learners = self._spawn_learners(config)
+        generators = {
+            name: self._spawn(name, GeneratorActor, name=name, log=self.run_folder.log(name))
+            for name in _names("generator", config.generators.num)
+        }
+        wiring = {"addresses": ray.get([s.start.remote() for s in shards]), "keys": clients}
+        starting = self._start_learners(config, learners, weights_dir=str(self._weights_dir), **wiring)
+        starting += [g.start.remote(config, coordinator=self.coordinator, **wiring) for g in generators.values()]
+        get_all(starting)
+        ray.get(
+            self.coordinator.connect_rl.remote(
+                prompts=prepared.prompts,
+                eval_prompts=prepared.eval_prompts,
+                learners=learners,
+                generators=generators,
+                **wiring,
+            )
+        )
+
+    def _spawn_learners(self, config: JobConfig) -> list[Any]:
+        from asyncrl.learners.learner_actor import LearnerActor
+
+        return [
+            self._spawn(name, LearnerActor, rank=i, log=self.run_folder.log(name))
+            for i, name in enumerate(_names("learner", config.learners.num_ranks))
+        ]
+
+    def _start_learners(self, config: JobConfig, learners: Sequence[Any], **wiring: Any) -> list[Any]:
+        init_method = ray.get(learners[0].rendezvous.remote())
+        return [r.start.remote(config, num_ranks=len(learners), init_method=init_method, **wiring) for r in learners]
+
+    def _spawn(self, process: str, actor_class: Any, /, *args: Any, **kwargs: Any) -> Any:
+        index = [b.process for b in self._placement.bundles].index(process)
+        bundle = self._placement.bundles[index]
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        self._actors[process] = actor_class.options(
+            num_cpus=bundle.cpus,
+            num_gpus=bundle.gpus,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, int(bundle.cpus)))}},
+        ).remote(*args, **kwargs)
+        return self._actors[process]
+
+
+def _names(kind: str, num: int) -> list[str]:
+    return [f"{kind}-{i}" for i in range(num)]
+
+
+def _shared_memory() -> str:
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()

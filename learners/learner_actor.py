@@ -1,0 +1,76 @@
+"""Ray shell of one learner rank. Every method after start() is a collective: call it on all ranks."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from asyncrl.config import JobConfig, RLConfig, SFTConfig
+from asyncrl.process import log_to_file
+from asyncrl.types import GroupRef
+
+
+@ray.remote
+class LearnerActor:
+    """One process of the learners' mesh."""
+
+    def __init__(self, *, rank: int, log: Path) -> None:
+        log_to_file(log)
+        self._rank = rank
+
+    def rendezvous(self) -> str:
+        """An address for torch.distributed on this rank's host (call on rank 0)."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def start(
+        self,
+        config: JobConfig,
+        *,
+        num_ranks: int,
+        init_method: str,
+        weights_dir: str = "",
+        addresses: Sequence[Any] = (),
+        keys: Any = None,
+    ) -> None:
+        from asyncrl.learners import PolicyTrainer, SFTTrainer, init_distributed
+
+        device = init_distributed(
+            rank=self._rank, world_size=num_ranks, init_method=init_method, threads=config.learners.threads
+        )
+        ranks = {"rank": self._rank, "world_size": num_ranks, "device": device}
+        if isinstance(config, RLConfig):
+            from asyncrl.buffer import ReplayBuffer
+
+            self._buffer = ReplayBuffer(addresses, client_keys=keys)
+            self._trainer: Any = PolicyTrainer(config, weights_dir=weights_dir, **ranks)
+        elif isinstance(config, SFTConfig):
+            self._trainer = SFTTrainer(config, **ranks)
+
+    def train_groups(self, refs: Sequence[GroupRef], *, policy_version: int) -> dict[str, float]:
+        """RL: read this rank's groups from the shards and train on them."""
+        return self._trainer.train_step(self._buffer.read(refs), policy_version=policy_version)
+
+    def train_demonstrations(self, step: int) -> dict[str, float]:
+        """SFT: train on this rank's share of batch `step`."""
+        return self._trainer.train_step(step)
+
+    def evaluate(self) -> dict[str, float]:
+        return self._trainer.evaluate()
+
+    def publish(self, version: int) -> dict[str, Any] | None:
+        return self._trainer.publish(version)
+
+    def save(self, path: Path) -> None:
+        self._trainer.save(path)
+
+    def shutdown(self) -> None:
+        for part in ("_trainer", "_buffer"):
+            if hasattr(self, part):
+                getattr(self, part).close()

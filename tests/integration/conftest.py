@@ -1,0 +1,114 @@
+"""Runs of the real command, each in a folder of its own, and a search for what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TAG = "ASYNCRL_TEST_TAG"
+
+
+@dataclass
+class Workspace:
+    """A working directory with the sorting task in data/sort and the examples; launch() runs the command line there."""
+
+    path: Path
+    tag: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def environment(self) -> dict[str, str]:
+        return os.environ | {TAG: self.tag, "PYTHONUNBUFFERED": "1", "COLUMNS": "160"}
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """`asyncrl ARGUMENTS` as a child process."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "asyncrl", *arguments],
+            cwd=self.path,
+            env=self.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def launch(self, config: str, *overrides: str, status: int = 0, timeout_s: float = 500) -> str:
+        """Run a config to its end; returns what was printed after checking the exit status and for leftovers."""
+        process = self.start("launch", "--config", config, *overrides)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=60)
+            raise AssertionError(f"no end within {timeout_s} s:\n{output}\n{self.logs()}") from None
+        assert process.returncode == status, f"exit status {process.returncode}:\n{output}\n{self.logs()}"
+        self.assert_nothing_left()
+        return output
+
+    def run_folder(self, name: str) -> Path:
+        return (self.path / "runs" / f"{name}-latest").resolve()
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        return read_metrics(self.run_folder(name))
+
+    def logs(self) -> str:
+        """The ends of all log files, for a failed assertion."""
+        files = sorted(self.path.glob("runs/*/logs/*.log"))
+        return "\n".join(f"--- {f.name}\n{f.read_text()[-2000:]}" for f in files)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process that descends from a command of this workspace."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(TAG) == self.tag:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def assert_nothing_left(self, within_s: float = 15) -> None:
+        wait_until(lambda: not self.processes(), within_s=within_s, what=lambda: f"left: {self.processes()}")
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_until(condition: Callable[[], bool], *, within_s: float, what: Callable[[], str]) -> None:
+    """Poll until the condition holds; an AssertionError says what() after the deadline."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
+    """The folder in which all integration runs happen, as a user's clone of the repository."""
+    from tests.conftest import load_example
+
+    path = tmp_path_factory.mktemp("workspace")
+    (path / "examples").symlink_to(ROOT / "examples")
+    load_example("sort_digits").write_all(path / "data" / "sort")
+    space = Workspace(path)
+    yield space
+    for process in space.processes():
+        process.kill()
+
+
+@pytest.fixture(scope="session")
+def warm(workspace: Workspace) -> str:
+    """What the documented supervised warm-up printed; runs/sft_sort-latest/model exists from then on."""
+    return workspace.launch("examples/sft_sort.toml")

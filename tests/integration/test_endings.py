@@ -1,0 +1,83 @@
+"""Runs that do not end well, or are told to end: a clear message, what was made is kept, no process is left."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import ROOT, Workspace, wait_until
+
+pytestmark = pytest.mark.integration
+
+
+def test_ctrl_c_finishes_the_step_and_saves(workspace: Workspace, warm: str) -> None:
+    process = workspace.start("launch", "--config", "examples/grpo_async.toml", "--name=interrupted", "--steps=100000")
+    folder = workspace.path / "runs" / "interrupted-latest"
+    wait_until(
+        lambda: (folder / "metrics.jsonl").exists() and "learner/loss" in (folder / "metrics.jsonl").read_text(),
+        within_s=180,
+        what=workspace.logs,
+    )
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output
+    assert "finishing the current step" in output
+    assert f"saved  {folder.resolve()}/model" in output
+    assert (folder / "model" / "model.safetensors").exists()
+    workspace.assert_nothing_left()
+
+
+def test_a_reward_that_always_fails_stops_the_run_with_its_cause(workspace: Workspace, warm: str) -> None:
+    (workspace.path / "late_reward.py").write_text(
+        "def score(completion):\n"
+        "    if completion:\n"
+        "        raise KeyError('no such unit: parsec')\n"
+        "    return 0.0\n"
+    )
+    output = workspace.launch(
+        "examples/grpo_async.toml", "--name=failing", "--reward.function=late_reward.py:score", status=2
+    )
+    assert "groups all failed" in output
+    assert "no such unit: parsec" in output
+    assert "Traceback" not in output
+
+
+def test_joining_a_running_cluster(workspace: Workspace, warm: str) -> None:
+    ray = str(Path(sys.executable).parent / "ray")
+    options = {"env": workspace.environment(), "check": True, "capture_output": True, "timeout": 120}
+    started = ["start", "--head", "--num-cpus=4", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
+    subprocess.run([ray, *started], **options)  # type: ignore[call-overload]
+    try:
+        process = workspace.start(
+            "launch", "--config", "examples/grpo_async.toml", "--name=joined", "--steps=2", "--address=auto"
+        )
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+        too_many = workspace.start(
+            "launch", "--config", "examples/grpo_async.toml", "--name=too_many", "--generators.num=40"
+        )
+        output, _ = too_many.communicate(timeout=240)
+        assert too_many.returncode == 2
+        assert "42.3 CPUs needed, 4 in the cluster" in output
+    finally:
+        subprocess.run([ray, "stop", "--force"], **options)  # type: ignore[call-overload]
+    assert len([r for r in workspace.metrics("joined") if "learner/loss" in r]) == 2
+    workspace.assert_nothing_left()
+
+
+def test_an_address_without_a_cluster_is_said_so(workspace: Workspace, warm: str) -> None:
+    output = workspace.launch("examples/grpo_async.toml", "--address=127.0.0.1:1", status=2)
+    assert "--address 127.0.0.1:1: no Ray cluster answers there" in output
+
+
+def test_examples_are_all_loaded() -> None:
+    from asyncrl.config_load import load_config
+
+    configs = sorted((ROOT / "examples").glob("*.toml"))
+    assert len(configs) >= 3
+    for config in configs:
+        load_config(config)
