@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import multiprocessing
-import multiprocessing.process
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SHUTDOWN_S = 10.0
+SHUTDOWN_S = 3.0
+"""Time for an orderly end; then the processes are killed."""
 
 
 class Engine:
@@ -51,7 +52,8 @@ class Engine:
     def __init__(self, llm: AsyncLLM, *, model_path: str, version: int) -> None:
         self._running: AsyncLLM | None = llm
         self._expected = expected_tensors(model_path)
-        self._processes: list[psutil.Process] = []
+        self._processes: list[BaseProcess] = []
+        self._descendants: list[psutil.Process] = []
         self._updating = asyncio.Lock()
         self._pausing = asyncio.Lock()
         self._broken: str | None = None
@@ -109,7 +111,10 @@ class Engine:
             engine = cls(AsyncLLM.from_engine_args(args), model_path=model_path, version=version)
         except Exception as error:
             raise GenerationError(f"the vLLM engine did not start on {model_path}: {error}") from error
-        engine._processes = _with_children([p for p in multiprocessing.active_children() if p not in before])
+        engine._processes = [process for process in multiprocessing.active_children() if process not in before]
+        engine._descendants = [
+            child for process in engine._processes for child in psutil.Process(process.pid).children(recursive=True)
+        ]
         try:
             await engine._call(engine._llm.get_supported_tasks())  # cached by vLLM: later submissions keep their order
             await engine._call(engine._llm.update_weight_version(str(version)))
@@ -218,10 +223,7 @@ class Engine:
         await asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
         del llm
         gc.collect()  # AsyncLLM is part of a reference cycle, and its finalizer fails at interpreter exit
-        _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, timeout=SHUTDOWN_S)
-        for process in alive:
-            process.kill()
-        await asyncio.to_thread(psutil.wait_procs, alive, timeout=SHUTDOWN_S)
+        await asyncio.to_thread(_end, self._processes, self._descendants)
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -269,6 +271,14 @@ class Engine:
             raise GenerationError(f"{what}: {error}") from error
 
 
-def _with_children(processes: Sequence[multiprocessing.process.BaseProcess]) -> list[psutil.Process]:
-    tops = [psutil.Process(process.pid) for process in processes]
-    return [*tops, *(child for top in tops for child in top.children(recursive=True))]
+def _end(processes: Sequence[BaseProcess], descendants: Sequence[psutil.Process]) -> None:
+    """Wait for the processes, and kill those that stay."""
+    for process in processes:  # not with psutil: it would take the exit status that multiprocessing waits for
+        process.join(SHUTDOWN_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    _, alive = psutil.wait_procs(descendants, timeout=SHUTDOWN_S)
+    for descendant in alive:
+        descendant.kill()
+    psutil.wait_procs(alive, timeout=SHUTDOWN_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import ray
 from asyncrl.config import RLConfig
 from asyncrl.process import log_to_file
 from asyncrl.types import Prompt, Ticket
+from asyncrl.wiring import Wiring
 
 
 class RemoteCoordinator:
@@ -35,10 +36,9 @@ class GeneratorActor:
         log_to_file(log)
         self._name = name
 
-    async def start(self, config: RLConfig, *, addresses: Sequence[Any], keys: Any, coordinator: Any) -> None:
+    async def start(self, config: RLConfig, *, wiring: Wiring, coordinator: Any) -> None:
         from asyncrl.actors.engine import Engine
         from asyncrl.actors.generator import Generator
-        from asyncrl.buffer import ReplayBuffer
         from asyncrl.data import load_tokenizer
         from asyncrl.rewards import Scorer
 
@@ -57,7 +57,8 @@ class GeneratorActor:
             threads=generators.threads,
             trust_remote_code=config.model.trust_remote_code,
         )
-        self._buffer = ReplayBuffer(addresses, client_keys=keys)
+        self._wiring = wiring
+        self._buffer = wiring.connect_buffer()
         self._generator = Generator(
             self._engine,
             name=self._name,
@@ -74,7 +75,8 @@ class GeneratorActor:
     async def update_weights(self, manifest: dict[str, Any]) -> None:
         from asyncrl.weights import WeightManifest
 
-        await self._engine.update_weights(WeightManifest.from_dict(manifest))
+        local = await asyncio.to_thread(self._wiring.pull, WeightManifest.from_dict(manifest))
+        await self._engine.update_weights(local)
 
     async def evaluate(self, prompts: Sequence[Prompt], *, samples_per_prompt: int, seed: int) -> Any:
         return await self._generator.evaluate(prompts, samples_per_prompt=samples_per_prompt, seed=seed)
@@ -90,6 +92,3 @@ class GeneratorActor:
                 closing = owned.shutdown() if part == "_engine" else owned.close()
                 if closing is not None:
                     await closing
-
-    async def pid(self) -> int:
-        return os.getpid()

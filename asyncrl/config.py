@@ -19,7 +19,6 @@ from pydantic import (
     model_validator,
 )
 
-
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -202,15 +201,17 @@ class RLConfig(JobConfig):
     @model_validator(mode="after")
     def _sizes_divide(self) -> RLConfig:
         a, ranks = self.algorithm, self.learners.num_ranks
+        per_update = a.groups_per_step // a.num_minibatches
         problems = []
         if a.groups_per_step % a.num_minibatches:
             problems.append(
-                f"[algorithm] num_minibatches must divide groups_per_step = {a.groups_per_step}; got {a.num_minibatches}"
+                f"[algorithm] num_minibatches must divide groups_per_step = {a.groups_per_step}; "
+                f"got {a.num_minibatches}"
             )
-        elif (a.groups_per_step // a.num_minibatches) % ranks:
+        elif per_update % ranks:
             problems.append(
-                f"[learners] num_ranks must divide the {a.groups_per_step // a.num_minibatches} groups of one optimizer "
-                f"step ([algorithm] groups_per_step / num_minibatches); got {ranks}"
+                f"[learners] num_ranks must divide the {per_update} groups of one optimizer step "
+                f"([algorithm] groups_per_step / num_minibatches); got {ranks}"
             )
         if self.generators.max_concurrent_rollouts < a.group_size:
             problems.append(

@@ -11,7 +11,6 @@ import json
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from asyncrl.config import JOBS, JobConfig, RLConfig, Section, SFTConfig
-from asyncrl.config_help import accepts, choices, is_text, section_of
+from asyncrl.config_help import accepts, choices, section_of
 from asyncrl.errors import ConfigError
-from asyncrl.suggest import did_you_mean, nearest
-from asyncrl.toml_lines import key_lines
-
-KeyPath = tuple[str, ...]
-
-# Names that other trainers use for the same thing, where spelling alone does not lead to ours.
-_KNOWN_AS = {
-    "batch_size": "groups_per_step",
-    "num_generations": "group_size",
-    "max_grad_norm": "grad_clip",
-    "gradient_checkpointing": "activation_checkpointing",
-    "lr_scheduler_type": "lr_schedule",
-    "max_completion_length": "max_new_tokens",
-    "max_tokens": "max_new_tokens",
-    "max_steps": "steps",
-    "num_steps": "steps",
-    "epsilon": "clip_low",
-    "epsilon_high": "clip_high",
-    "tensor_parallel_size": "tensor_parallel",
-    "model_name_or_path": "path",
-}
+from asyncrl.suggest import nearest
+from asyncrl.toml_lines import KeyPath, Places, key_lines
+from asyncrl.unknown_keys import UnknownKeys, lookup
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RLConfig | SFTConfig:
@@ -56,7 +37,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RLConfig | S
         ConfigError: with all problems.
     """
     text, document = _read(Path(path))
-    places = _Places(str(path), key_lines(text))
+    places = Places(str(path), key_lines(text))
     problems = _apply_overrides(document, overrides, places)
     model = _job_model(document, places, problems)
     config = _build(model, document, places, problems) if model is not None else None
@@ -69,31 +50,6 @@ def resolved_toml(config: JobConfig) -> str:
     """TOML text of every setting in force; `load_config` reads it back to an equal configuration."""
     values = config.model_dump(exclude_none=True)
     return tomli_w.dumps({"job": values.pop("job"), **values})
-
-
-@dataclass(slots=True)
-class _Places:
-    """Where a setting was written."""
-
-    file: str
-    lines: dict[KeyPath, int]
-    overridden: dict[KeyPath, str] = field(default_factory=dict)
-
-    def of(self, path: KeyPath) -> str:
-        """Of a key; of the section it should be in, if it is written nowhere; else the file."""
-        if path not in self.lines and any(key[: len(path)] == path for key in self.overridden):
-            return "(command line)"
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.overridden:
-                return "(command line)"
-            if path[:end] in self.lines:
-                return f"{self.file}:{self.lines[path[:end]]}"
-        return self.file
-
-    def order(self, problem: str) -> int:
-        """Sort key of a problem: its line; the command line comes last."""
-        found = re.match(re.escape(self.file) + r":(\d+):", problem)
-        return int(found[1]) if found else (10**9 if problem.startswith("(command line)") else 0)
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
@@ -118,7 +74,7 @@ def _error_line(message: str, text: str) -> int:
     return int(found[1]) if found else max(1, len(text.splitlines()))
 
 
-def _apply_overrides(document: dict[str, Any], overrides: Sequence[str], places: _Places) -> list[str]:
+def _apply_overrides(document: dict[str, Any], overrides: Sequence[str], places: Places) -> list[str]:
     """Write the overrides into the document. Returns the problems of their syntax."""
     problems = []
     rest = list(overrides)
@@ -135,10 +91,10 @@ def _apply_overrides(document: dict[str, Any], overrides: Sequence[str], places:
             raw = rest.pop(0)
         path = tuple(name.split("."))
         table = document
-        for part in path[:-1]:
+        for depth, part in enumerate(path[:-1], start=1):
             if not isinstance(table.setdefault(part, {}), dict):
                 table[part] = {}
-                places.overridden[path[: path.index(part) + 1]] = raw
+                places.overridden[path[:depth]] = raw
             table = table[part]
         table[path[-1]] = _parse(raw)
         places.overridden[path] = raw
@@ -153,7 +109,7 @@ def _parse(raw: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else raw
 
 
-def _job_model(document: dict[str, Any], places: _Places, problems: list[str]) -> type[JobConfig] | None:
+def _job_model(document: dict[str, Any], places: Places, problems: list[str]) -> type[JobConfig] | None:
     """The model that `job` names; None and one more problem if it names none."""
     job = document.get("job")
     if isinstance(job, str) and job in JOBS:
@@ -174,10 +130,10 @@ def _first_line(model: type[JobConfig]) -> str:
 
 
 def _build(
-    model: type[JobConfig], document: dict[str, Any], places: _Places, problems: list[str]
+    model: type[JobConfig], document: dict[str, Any], places: Places, problems: list[str]
 ) -> RLConfig | SFTConfig | None:
     """Validate; all problems are added to `problems`."""
-    unknown = _UnknownKeys(model, places)
+    unknown = UnknownKeys(model, places)
     clean = unknown.strip(document, model, ())
     problems += unknown.problems
     suspects = unknown.meant
@@ -195,105 +151,28 @@ def _build(
     return config
 
 
-class _UnknownKeys:
-    """Takes unknown keys out of a document, noting each as a problem with the key that was probably meant."""
-
-    def __init__(self, model: type[JobConfig], places: _Places) -> None:
-        self._model = model
-        self._places = places
-        self.problems: list[str] = []
-        self.meant: set[str] = set()  # names of keys and sections that unknown ones were probably meant to be
-
-    def strip(self, table: dict[str, Any], model: type[Section], path: KeyPath) -> dict[str, Any]:
-        """The part of `table` that `model` knows, with lists as tuples and text where text is wanted."""
-        clean: dict[str, Any] = {}
-        for key, value in table.items():
-            where = (*path, key)
-            field_info = model.model_fields.get(key)
-            if field_info is None:
-                self._unknown(key, value, model, path)
-                continue
-            section = section_of(field_info)
-            if section is not None and isinstance(value, dict):
-                clean[key] = self.strip(value, section, where)
-            elif is_text(field_info) and where in self._places.overridden and not isinstance(value, str):
-                clean[key] = self._places.overridden[where]
-            else:
-                clean[key] = tuple(value) if isinstance(value, list) else value
-        return clean
-
-    def _unknown(self, key: str, value: Any, model: type[Section], path: KeyPath) -> None:
-        is_section = isinstance(value, dict) and not path
-        section = f"[{path[0]}] " if path else ""
-        what = f"unknown section [{key}]" if is_section else f"{section}unknown key {key!r}"
-        self.problems.append(f"{self._places.of((*path, key))}: {what}{self._hint(key, model, path, is_section)}")
-
-    def _hint(self, key: str, model: type[Section], path: KeyPath, is_section: bool) -> str:
-        here = [n for n, f in model.model_fields.items() if (section_of(f) is not None) == is_section or path]
-        for job, other in JOBS.items():
-            if other is not self._model and _lookup(other, (*path, key)):
-                return f'; it belongs to job = "{job}", and this is job = "{self._job_name()}"'
-        alias = _KNOWN_AS.get(key)
-        elsewhere = {} if is_section else _owners(self._model)
-        exact = [name for name, known in ((alias, here), (key, elsewhere), (alias, elsewhere)) if name in known]
-        found = exact[0] if exact else nearest(key, here) or nearest(key, elsewhere)
-        if found is None:
-            return did_you_mean(key, here)
-        self.meant.add(found)
-        if found in here:
-            return f"; did you mean {f'[{found}]' if is_section else repr(found)}?"
-        if elsewhere[found]:
-            return f"; did you mean {found!r} of [{elsewhere[found]}]?"
-        return f"; did you mean the top-level key {found!r}? It goes above the first [section]"
-
-    def _job_name(self) -> str:
-        return next(job for job, model in JOBS.items() if model is self._model)
-
-
-def _owners(model: type[JobConfig]) -> dict[str, str]:
-    """Every key -> the first section that has it; "" stands for the top level."""
-    owners: dict[str, str] = {}
-    for name, field_info in model.model_fields.items():
-        section = section_of(field_info)
-        for key in (name,) if section is None else section.model_fields:
-            owners.setdefault(key, "" if section is None else name)
-    return owners
-
-
-def _lookup(model: type[Section], path: KeyPath) -> FieldInfo | None:
-    """The field at a path of names, None if there is none."""
-    found: FieldInfo | None = None
-    current: type[Section] | None = model
-    for part in path:
-        found = current.model_fields.get(part) if current is not None else None
-        if found is None:
-            return None
-        current = section_of(found)
-    return found
-
-
 def _field_path(model: type[Section], location: tuple[int | str, ...]) -> KeyPath:
     """The longest start of a pydantic location that names a field."""
     path = tuple(str(part) for part in location)
-    while path and _lookup(model, path) is None:
+    while path and lookup(model, path) is None:
         path = path[:-1]
     return path
 
 
 def _field_problems(
-    model: type[JobConfig], errors: Sequence[Any], document: dict[str, Any], places: _Places, meant: set[str]
+    model: type[JobConfig], errors: Sequence[Any], document: dict[str, Any], places: Places, meant: set[str]
 ) -> list[str]:
     problems: dict[KeyPath, str] = {}  # one for each key, also if two elements of its list are wrong
     for error in errors:
         path = _field_path(model, error["loc"])
-        field_info = _lookup(model, path)
+        field_info = lookup(model, path)
         if field_info is None or path in problems or (error["type"] == "missing" and path[-1] in meant):
             continue
-        problems[path] = f"{places.of(path)}: {_what(path, field_info, error['type'], document)}"
+        problems[path] = f"{places.of(path)}: {_what(path, field_info, document)}"
     return list(problems.values())
 
 
-def _what(path: KeyPath, field_info: FieldInfo, kind: str, document: dict[str, Any]) -> str:
+def _what(path: KeyPath, field_info: FieldInfo, document: dict[str, Any]) -> str:
     section = section_of(field_info)
     value: Any = document
     for part in path:
@@ -338,7 +217,7 @@ def _retry_without(model: type[JobConfig], document: dict[str, Any], bad: set[Ke
     return None
 
 
-def _rule_problems(error: ValidationError | None, places: _Places, suspects: set[str]) -> list[str]:
+def _rule_problems(error: ValidationError | None, places: Places, suspects: set[str]) -> list[str]:
     """Broken rules over several keys, each at the place of a key that it names: an overridden one, else the first."""
     problems = []
     for item in error.errors(include_url=False) if error is not None else []:

@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from asyncrl.actors.generator import EvalResult
 from asyncrl.admission import Admission
@@ -233,22 +233,18 @@ class Coordinator:
 
     async def _evaluate_version(self, version: int) -> None:
         num = len(self._generators)
-        shares = [self._eval_prompts[i::num] for i in range(num)]
         results = await asyncio.gather(
             *(
-                g.evaluate(share, samples_per_prompt=self._config.eval.samples_per_prompt, seed=self._config.seed + i)
-                for i, (g, share) in enumerate(zip(self._generators, shares, strict=True))
-                if share
+                generator.evaluate(
+                    self._eval_prompts[i::num],
+                    samples_per_prompt=self._config.eval.samples_per_prompt,
+                    seed=self._config.seed + i,
+                )
+                for i, generator in enumerate(self._generators)
+                if i < len(self._eval_prompts)
             )
         )
-        weights = [r["num_scored"] for r in results]
-        row = {"eval/num_failed": sum(r["num_failed"] for r in results), "eval/num_scored": sum(weights)}
-        for name in ("reward", "length"):
-            row[f"eval/{name}/mean"] = sum(r[name] * w for r, w in zip(results, weights, strict=True)) / max(
-                1, sum(weights)
-            )
-        row["eval/version/min"] = min(r["min_version"] for r in results)
-        row["eval/version/max"] = max(r["max_version"] for r in results)
+        row = _merge_evals(results)
         self._metrics.write(version, row)
         self._progress.record_eval(version, row, value=row["eval/reward/mean"])
 
@@ -270,6 +266,23 @@ class Coordinator:
             await self._updates
         await self._save(self._run_folder.model)
         self._progress.phase = "stopped" if self._stopping.is_set() else "done"
+
+
+def _merge_evals(results: Sequence[EvalResult]) -> dict[str, float]:
+    """Metrics over all generators' shares of the held-out prompts."""
+    num_scored = sum(r["num_scored"] for r in results)
+
+    def mean(name: Literal["reward", "length"]) -> float:
+        return sum(r[name] * r["num_scored"] for r in results) / max(1, num_scored)
+
+    return {
+        "eval/reward/mean": mean("reward"),
+        "eval/length/mean": mean("length"),
+        "eval/num_scored": num_scored,
+        "eval/num_failed": sum(r["num_failed"] for r in results),
+        "eval/version/min": min(r["min_version"] for r in results),
+        "eval/version/max": max(r["max_version"] for r in results),
+    }
 
 
 async def _first_error_or_last(training: asyncio.Task[None], generating: Sequence[asyncio.Task[None]]) -> None:

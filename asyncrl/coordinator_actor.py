@@ -18,6 +18,7 @@ from asyncrl.progress import Progress
 from asyncrl.run_folder import RunFolder
 from asyncrl.supervised import SupervisedRun
 from asyncrl.types import GroupRef, Prompt, Ticket
+from asyncrl.wiring import Wiring
 
 
 class RemoteLearners:
@@ -86,19 +87,16 @@ class CoordinatorActor:
         *,
         prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
-        addresses: Sequence[Any],
-        keys: Any,
+        wiring: Wiring,
         learners: Sequence[Any],
         generators: Mapping[str, Any],
     ) -> None:
-        from asyncrl.buffer import ReplayBuffer
-
         assert isinstance(self._config, RLConfig)
         self._job = self._coordinator = Coordinator(
             self._config,
             prompts=prompts,
             eval_prompts=eval_prompts,
-            buffer=ReplayBuffer(addresses, client_keys=keys),
+            buffer=wiring.connect_buffer(),
             learners=RemoteLearners(learners),
             generators=[RemoteGenerator(name, handle) for name, handle in generators.items()],
             run_folder=self._run_folder,

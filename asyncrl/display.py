@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live panel on a terminal, plain lines elsewhere, a curve and the results at the end."""
+"""What a person sees of a run: a live panel in a terminal, plain lines elsewhere, a curve and results at the end."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class Display:
                 ("held-out reward", _held_out(progress)),
                 (
                     "staleness",
-                    f"mean {_number(latest, 'learner/staleness/mean')}   max {_number(latest, 'learner/staleness/max', 0)}"
-                    f"   bound {self._config.staleness_bound}",
+                    f"mean {_number(latest, 'learner/staleness/mean', 2)}"
+                    f"   max {_number(latest, 'learner/staleness/max', 0)}   bound {self._config.staleness_bound}",
                 ),
                 (
                     "buffer",
-                    f"{_percent(latest, 'buffer/fill')} full   {_number(latest, 'buffer/groups', 0)} groups"
-                    f"   evicted {_number(latest, 'tickets/evicted', 0)}   failed {_number(latest, 'tickets/failed', 0)}",
+                    f"{_percent(latest, 'buffer/fill')} full   evicted {_number(latest, 'tickets/evicted', 0)}"
+                    f"   failed {_number(latest, 'tickets/failed', 0)}",
                 ),
                 (
                     "tokens/s",
@@ -120,17 +120,40 @@ class Display:
     def curve(self, progress: Progress) -> str:
         """Training and held-out values over steps, as text."""
         is_rl = isinstance(self._config, RLConfig)
+        series = [("reward" if is_rl else "loss", progress.curve, "dot")]
+        if progress.evals:
+            series.append(("held-out reward" if is_rl else "held-out token accuracy", progress.evals, "braille"))
         plotext.clear_figure()
         plotext.theme("clear")
         plotext.plotsize(min(78, self._console.width), 16)
-        plotext.plot(*zip(*progress.curve, strict=True), label="reward" if is_rl else "loss", marker="dot")
+        for label, points, marker in series:
+            plotext.plot(*zip(*points, strict=True), label=label, marker=marker)
         if progress.evals:
-            label = "held-out reward" if is_rl else "held-out token accuracy"
-            plotext.plot(*zip(*progress.evals, strict=True), label=label, marker="braille")
             plotext.scatter(*zip(*progress.evals, strict=True), marker="O")
+        values = [value for _, points, _ in series for _, value in points if math.isfinite(value)]
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        plotext.ylim(low, high if high > low else low + 1.0)
         plotext.title(self._config.name)
         plotext.xlabel("step")
         return plotext.build()
+
+    def line(self, progress: Progress) -> str:
+        """The most important numbers in one line."""
+        latest = progress.latest
+        parts = [f"step {progress.step}/{progress.num_steps}", f"left {_clock(progress.eta_s(time.time()))}"]
+        if isinstance(self._config, RLConfig):
+            parts += [
+                f"reward {_number(latest, 'learner/reward/mean')}",
+                f"held-out {_held_out(progress)}",
+                f"staleness {_number(latest, 'learner/staleness/mean', 1)}",
+                f"buffer {_percent(latest, 'buffer/fill')}",
+                f"tokens/s {_number(latest, 'throughput/generated_tokens_per_s', 0)} generated"
+                f" {_number(latest, 'throughput/trained_tokens_per_s', 0)} trained",
+                f"idle {_percent(latest, 'idle/generators')} generators {_percent(latest, 'idle/learners')} learners",
+            ]
+        else:
+            parts += [f"loss {_number(latest, 'learner/loss')}", f"held-out {_held_out(progress)}"]
+        return "  ".join(parts)
 
     def _mode(self) -> str:
         return self._config.mode if isinstance(self._config, RLConfig) else "sft"
@@ -141,8 +164,7 @@ class Display:
         now = time.monotonic()
         if progress.phase != phase or (progress.step != step and now - then >= LINE_EVERY_S):
             self._last_line = (now, progress.phase, progress.step)
-            values = "  ".join(f"{name} {value}" for name, value in self.rows(progress)) if progress.step else ""
-            self.say(f"{progress.phase}  {values}")
+            self.say(f"{progress.phase}: {self.line(progress)}" if progress.step else progress.phase)
 
 
 def _number(latest: dict[str, float], name: str, digits: int = 3) -> str:
@@ -165,8 +187,8 @@ def _clock(seconds: float | None) -> str:
 def _held_out(progress: Progress) -> str:
     if not progress.evals:
         return "-"
-    (first_step, first), (last_step, last) = progress.evals[0], progress.evals[-1]
-    return f"{first:.1%} at step {first_step}   {last:.1%} at step {last_step}"
+    (_, first), (_, last) = progress.evals[0], progress.evals[-1]
+    return f"{first:.1%}" + (f" -> {last:.1%}" if len(progress.evals) > 1 else "")
 
 
 def _spark(values: list[float], width: int = 30) -> str:

@@ -26,6 +26,7 @@ from asyncrl.placement import Placement, plan_placement
 from asyncrl.preflight import Preflight
 from asyncrl.progress import Progress
 from asyncrl.run_folder import RunFolder
+from asyncrl.wiring import Wiring, server_keys
 
 SHUTDOWN_TIMEOUT_S = 20.0
 POLL_S = 0.25
@@ -128,7 +129,7 @@ class _Members:
 
     def _start_rl(self, config: RLConfig, prepared: Preflight) -> None:
         from asyncrl.actors.generator_actor import GeneratorActor
-        from asyncrl.buffer import ServerKeys, new_keys
+        from asyncrl.buffer import new_keys
         from asyncrl.buffer.shard_actor import ShardActor
 
         # On one host everything stays on loopback; across hosts every socket is encrypted with keys of this run.
@@ -138,7 +139,7 @@ class _Members:
                 name,
                 ShardActor,
                 log=self.run_folder.log(name),
-                keys=ServerKeys(own=new_keys(), clients=(clients.public,)) if clients else None,
+                keys=server_keys(clients),
             )
             for name in _names("shard", config.buffer.num_shards)
         ]
@@ -147,9 +148,10 @@ class _Members:
             name: self._spawn(name, GeneratorActor, name=name, log=self.run_folder.log(name))
             for name in _names("generator", config.generators.num)
         }
-        wiring = {"addresses": ray.get([s.start.remote() for s in shards]), "keys": clients}
-        starting = self._start_learners(config, learners, weights_dir=str(self._weights_dir), **wiring)
-        starting += [g.start.remote(config, coordinator=self.coordinator, **wiring) for g in generators.values()]
+        addresses = ray.get([s.start.remote() for s in shards])
+        wiring = Wiring(addresses, clients, str(self._weights_dir))
+        starting = self._start_learners(config, learners, wiring=wiring)
+        starting += [g.start.remote(config, wiring=wiring, coordinator=self.coordinator) for g in generators.values()]
         get_all(starting)
         ray.get(
             self.coordinator.connect_rl.remote(
@@ -157,7 +159,7 @@ class _Members:
                 eval_prompts=prepared.eval_prompts,
                 learners=learners,
                 generators=generators,
-                **wiring,
+                wiring=wiring,
             )
         )
 
@@ -169,13 +171,14 @@ class _Members:
             for i, name in enumerate(_names("learner", config.learners.num_ranks))
         ]
 
-    def _start_learners(self, config: JobConfig, learners: Sequence[Any], **wiring: Any) -> list[Any]:
-        init_method = ray.get(learners[0].rendezvous.remote())
-        return [r.start.remote(config, num_ranks=len(learners), init_method=init_method, **wiring) for r in learners]
+    def _start_learners(self, config: JobConfig, learners: Sequence[Any], wiring: Wiring | None = None) -> list[Any]:
+        ranks = {"num_ranks": len(learners), "init_method": ray.get(learners[0].rendezvous.remote())}
+        return [r.start.remote(config, wiring=wiring, **ranks) for r in learners]
 
     def _spawn(self, process: str, actor_class: Any, /, *args: Any, **kwargs: Any) -> Any:
         index = [b.process for b in self._placement.bundles].index(process)
         bundle = self._placement.bundles[index]
+        assert self._group is not None
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         self._actors[process] = actor_class.options(
             num_cpus=bundle.cpus,

@@ -50,11 +50,14 @@ class TensorBoardSink:
         self._writer = EventFileWriter(str(folder))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto import event_pb2, summary_pb2
 
-        values = [Summary.Value(tag=k, simple_value=v) for k, v in sorted(metrics.items())]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        # Generated modules: their names exist at run time only.
+        summary = summary_pb2.Summary()  # pyright: ignore[reportAttributeAccessIssue]
+        for name, value in sorted(metrics.items()):
+            summary.value.add(tag=name, simple_value=value)
+        event = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
+        self._writer.add_event(event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         self._writer.close()

@@ -1,8 +1,8 @@
 """Checks everything that can fail early, before a process of the run starts, and reports all of it at once.
 
 config -> model folder, data files, tokenization, reward function (imported and called once in a real reward process),
-lengths -> the same configuration with absolute paths and all sizes filled in, and the prompts. Imports neither torch nor
-ray nor vllm.
+lengths -> the same configuration with absolute paths and all sizes filled in, and the prompts. Imports neither torch
+nor ray nor vllm.
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ def _max_model_len(config: RLConfig, model: ModelInfo, prompts: Sequence[Prompt]
             fix = f"at most {limit - size} new tokens fit" if size < limit else "shorten or remove that prompt"
             raise ConfigError(
                 f"[generators] max_new_tokens = {generators.max_new_tokens}: with the longest prompt "
-                f"({longest.prompt_id}, {size} tokens) that makes {length}, more than the model's {limit} positions; {fix}"
+                f"({longest.prompt_id}, {size} tokens) that makes {length}, more than the model's {limit} positions; "
+                f"{fix}"
             )
     elif limit is not None and length > limit:
         raise ConfigError(

@@ -1,13 +1,17 @@
-"""Where each key of a TOML document is written: tomllib gives the values, this gives the lines."""
+"""Where each setting is written: tomllib gives the values of a document, this gives the lines."""
 
 from __future__ import annotations
 
+import re
 import tomllib
+from dataclasses import dataclass, field
+
+KeyPath = tuple[str, ...]
 
 _BARE_END = ",]}#\n"
 
 
-def key_lines(text: str) -> dict[tuple[str, ...], int]:
+def key_lines(text: str) -> dict[KeyPath, int]:
     """Map key paths to 1-based lines, e.g. {("learners",): 3, ("learners", "lr"): 4}.
 
     `text` must be valid TOML. Tables, dotted keys and inline tables are covered; what is inside an array (also an array
@@ -16,15 +20,40 @@ def key_lines(text: str) -> dict[tuple[str, ...], int]:
     return _Scanner(text).document()
 
 
+@dataclass(slots=True)
+class Places:
+    """Where settings were written: in which line of the file, or on the command line (path -> text of the value)."""
+
+    file: str
+    lines: dict[KeyPath, int]
+    overridden: dict[KeyPath, str] = field(default_factory=dict)
+
+    def of(self, path: KeyPath) -> str:
+        """Of a key; of the section it should be in, if it is written nowhere; else the file."""
+        if path not in self.lines and any(key[: len(path)] == path for key in self.overridden):
+            return "(command line)"
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.overridden:
+                return "(command line)"
+            if path[:end] in self.lines:
+                return f"{self.file}:{self.lines[path[:end]]}"
+        return self.file
+
+    def order(self, problem: str) -> int:
+        """Sort key of a problem: its line; the command line comes last."""
+        found = re.match(re.escape(self.file) + r":(\d+):", problem)
+        return int(found[1]) if found else (10**9 if problem.startswith("(command line)") else 0)
+
+
 class _Scanner:
     def __init__(self, text: str) -> None:
         self._text = text.replace("\r\n", "\n")
         self._at = 0
-        self._lines: dict[tuple[str, ...], int] = {}
-        self._array_tables: list[tuple[str, ...]] = []
+        self._lines: dict[KeyPath, int] = {}
+        self._array_tables: list[KeyPath] = []
 
-    def document(self) -> dict[tuple[str, ...], int]:
-        table: tuple[str, ...] | None = ()
+    def document(self) -> dict[KeyPath, int]:
+        table: KeyPath | None = ()
         while self._skip_blank():
             if self._text[self._at] == "[":
                 table = self._header()
@@ -32,7 +61,7 @@ class _Scanner:
                 self._pair(table)
         return self._lines
 
-    def _header(self) -> tuple[str, ...] | None:
+    def _header(self) -> KeyPath | None:
         line, is_array = self._line(), self._text.startswith("[[", self._at)
         self._at += 2 if is_array else 1
         path = self._key()
@@ -44,7 +73,7 @@ class _Scanner:
         self._record(path, line)
         return path
 
-    def _pair(self, table: tuple[str, ...] | None) -> None:
+    def _pair(self, table: KeyPath | None) -> None:
         line = self._line()
         key = self._key()
         self._at += 1  # the "="
@@ -53,11 +82,11 @@ class _Scanner:
             self._record(path, line)
         self._value(path)
 
-    def _record(self, path: tuple[str, ...], line: int) -> None:
+    def _record(self, path: KeyPath, line: int) -> None:
         for end in range(1, len(path) + 1):
             self._lines.setdefault(path[:end], line)
 
-    def _key(self) -> tuple[str, ...]:
+    def _key(self) -> KeyPath:
         """A possibly dotted, possibly quoted key; leaves the position on the character after it."""
         parts = []
         while True:
@@ -75,7 +104,7 @@ class _Scanner:
                 return tuple(parts)
             self._at += 1
 
-    def _value(self, path: tuple[str, ...] | None) -> None:
+    def _value(self, path: KeyPath | None) -> None:
         self._skip_space()
         first = self._text[self._at]
         if first in "\"'":
@@ -88,7 +117,7 @@ class _Scanner:
             while self._at < len(self._text) and self._text[self._at] not in _BARE_END:
                 self._at += 1
 
-    def _items(self, closing: str, path: tuple[str, ...] | None) -> None:
+    def _items(self, closing: str, path: KeyPath | None) -> None:
         """The inside of an array or of an inline table."""
         self._at += 1
         while True:

@@ -16,8 +16,7 @@ class ShardActor:
 
     def __init__(self, *, log: Path, keys: ServerKeys | None) -> None:
         log_to_file(log)
-        host = ray.util.get_node_ip_address() if keys else "127.0.0.1"
-        self._server = ShardServer(host, keys=keys)
+        self._server = ShardServer(ray.util.get_node_ip_address(), keys=keys) if keys else ShardServer()
 
     def start(self) -> ShardAddress:
         return self._server.start()

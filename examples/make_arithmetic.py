@@ -25,7 +25,12 @@ QUESTIONS = {
         "A bus with {a} passengers lets {b} off. How many passengers stay on it?",
     ),
 }
-INSTRUCTION = "Give the answer as <answer>number</answer>."
+INSTRUCTION = "Answer as <answer>number</answer>."
+# One worked example: without it a model of this size never uses the tags, and there is nothing to reinforce.
+EXAMPLE = [
+    {"role": "user", "content": f"What is 3 + 4? {INSTRUCTION}"},
+    {"role": "assistant", "content": "3 + 4 = 7, so the answer is <answer>7</answer>"},
+]
 
 
 def make_rows(rng: random.Random, pairs: list[tuple[int, int]]) -> list[dict]:
@@ -38,18 +43,18 @@ def make_row(rng: random.Random, a: int, b: int) -> dict:
     if operation == "-":
         a, b = max(a, b), min(a, b)
     question = rng.choice(QUESTIONS[operation]).format(a=a, b=b)
-    prompt = [{"role": "user", "content": f"{question} {INSTRUCTION}"}]
+    prompt = [*EXAMPLE, {"role": "user", "content": f"{question} {INSTRUCTION}"}]
     return {"prompt": prompt, "answer": a + b if operation == "+" else a - b}
 
 
-def write_all(folder: Path, *, seed: int = 0, num_train: int = 2_000, num_eval: int = 64, largest: int = 99) -> None:
+def write_all(folder: Path, *, seed: int = 0, num_train: int = 1_000, num_eval: int = 64, largest: int = 50) -> None:
     """Write train.jsonl and eval.jsonl."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(1, largest + 1) for b in range(1, a + 1)]  # each unordered pair once
     if num_train + num_eval > len(pairs):
         raise SystemExit(
-            f"error: there are {len(pairs)} pairs of numbers up to {largest}, but {num_train + num_eval} rows are asked "
-            f"for; raise --largest or lower --train"
+            f"error: there are {len(pairs)} pairs of numbers up to {largest}, but {num_train + num_eval} rows are "
+            f"asked for; raise --largest or lower --train"
         )
     chosen = [pair if rng.random() < 0.5 else pair[::-1] for pair in rng.sample(pairs, num_train + num_eval)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,9 +69,9 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to write")
-    parser.add_argument("--train", type=int, default=2_000, help="rows for training")
+    parser.add_argument("--train", type=int, default=1_000, help="rows for training")
     parser.add_argument("--eval", type=int, default=64, help="held-out rows")
-    parser.add_argument("--largest", type=int, default=99, help="largest number in a question")
+    parser.add_argument("--largest", type=int, default=50, help="largest number in a question")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     write_all(

@@ -12,6 +12,7 @@ import ray
 from asyncrl.config import JobConfig, RLConfig, SFTConfig
 from asyncrl.process import log_to_file
 from asyncrl.types import GroupRef
+from asyncrl.wiring import Wiring
 
 
 @ray.remote
@@ -35,23 +36,21 @@ class LearnerActor:
         *,
         num_ranks: int,
         init_method: str,
-        weights_dir: str = "",
-        addresses: Sequence[Any] = (),
-        keys: Any = None,
+        wiring: Wiring | None = None,
     ) -> None:
+        """Join the other ranks and load the model. RL needs the wiring, SFT has none."""
         from asyncrl.learners import PolicyTrainer, SFTTrainer, init_distributed
 
         device = init_distributed(
             rank=self._rank, world_size=num_ranks, init_method=init_method, threads=config.learners.threads
         )
-        ranks = {"rank": self._rank, "world_size": num_ranks, "device": device}
         if isinstance(config, RLConfig):
-            from asyncrl.buffer import ReplayBuffer
-
-            self._buffer = ReplayBuffer(addresses, client_keys=keys)
-            self._trainer: Any = PolicyTrainer(config, weights_dir=weights_dir, **ranks)
+            assert wiring is not None
+            self._buffer = wiring.connect_buffer()
+            publisher = wiring.make_publisher(ray.util.get_node_ip_address()) if self._rank == 0 else None
+            self._trainer: Any = PolicyTrainer(config, world_size=num_ranks, device=device, publisher=publisher)
         elif isinstance(config, SFTConfig):
-            self._trainer = SFTTrainer(config, **ranks)
+            self._trainer = SFTTrainer(config, rank=self._rank, world_size=num_ranks, device=device)
 
     def train_groups(self, refs: Sequence[GroupRef], *, policy_version: int) -> dict[str, float]:
         """RL: read this rank's groups from the shards and train on them."""

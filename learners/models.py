@@ -21,8 +21,6 @@ from asyncrl.learners.logprobs import TokenScores, token_scores
 from asyncrl.learners.packing import Microbatch
 from asyncrl.learners.sharding import checkpoint_activations, materialise, shard
 
-transformers.AttentionInterface.register(NAME, packed_attention)
-
 # Settings that change logits after the head, which the fused logprob kernel does not know.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -101,6 +99,7 @@ def load_policy(
 
 def _skeleton(config: ModelConfig) -> tuple[transformers.PreTrainedModel, torch.dtype]:
     """The model without weights, float32 on the meta device, and the type that its folder declares."""
+    transformers.AttentionInterface.register(NAME, packed_attention)
     try:
         hf_config = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
         declared = hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else torch.float32

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms import advantages, diagnostics
+from asyncrl.algorithms import diagnostics
+from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.diagnostics import Diagnostics, diagnose
 from asyncrl.algorithms.objective import Objective, StepCounts
 from asyncrl.config import RLConfig
@@ -30,8 +32,6 @@ from asyncrl.learners.rollouts import TrainRow
 from asyncrl.learners.sharding import scoring, sync_gradients
 from asyncrl.types import Group
 from asyncrl.weights import WeightPublisher
-
-ADVANTAGES = {"grpo": advantages.grpo}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,17 @@ class PolicyTrainer:
     Args:
         config: the run. config.steps is the length of the learning-rate schedule.
         device: from init_distributed, called before.
-        weights_dir: where published weights go (rank 0), memory-backed on CPU.
+        publisher: where new weights go (rank 0); None elsewhere. close() closes it.
     """
 
-    def __init__(self, config: RLConfig, *, rank: int, world_size: int, device: torch.device, weights_dir: str) -> None:
+    def __init__(
+        self,
+        config: RLConfig,
+        *,
+        world_size: int,
+        device: torch.device,
+        publisher: WeightPublisher | None,
+    ) -> None:
         self.config = config
         self.device = device
         self.groups_per_rank = config.algorithm.groups_per_step // world_size
@@ -81,14 +88,14 @@ class PolicyTrainer:
         )
         self.optimizer = Optimizer(self.model, config=config.learners, total_steps=config.steps)
         self.objective = Objective.from_config(config.algorithm)
-        self.publisher = WeightPublisher(weights_dir) if rank == 0 else None
+        self.publisher = publisher
 
     def publish(self, version: int) -> dict | None:
         """Publish the current weights; the manifest on rank 0, None elsewhere."""
         manifest = export.publish(self.model, self.publisher, version=version, dtype=self.dtype)
         return manifest.to_dict() if manifest is not None else None
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the current weights as a Hugging Face folder."""
         model = self.config.model
         export.save(self.model, path, source=model.path, trust_remote_code=model.trust_remote_code)

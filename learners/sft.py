@@ -7,6 +7,7 @@ Every rank draws the same seeded order and takes its own share of each batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ class SFTTrainer:
         loss, correct = gather_numbers(totals, device=self.device).sum(0) / num_tokens
         return {"eval/loss": float(loss), "eval/token_accuracy": float(correct), "eval/tokens": float(num_tokens)}
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the current weights as a Hugging Face folder."""
         model = self.config.model
         export.save(self.model, path, source=model.path, trust_remote_code=model.trust_remote_code)

@@ -185,5 +185,6 @@ def test_the_quick_way_to_a_tokenizer_gives_the_same_one(tiny_model: Path, plain
 
 
 def test_tokenizing_does_not_import_torch(tiny_model: Path) -> None:
-    code = f"import sys; from asyncrl.data import load_tokenizer; load_tokenizer({str(tiny_model)!r}); print('torch' in sys.modules)"
+    code = f"import sys; from asyncrl.data import load_tokenizer; load_tokenizer({str(tiny_model)!r})\n"
+    code += "print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

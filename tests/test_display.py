@@ -65,11 +65,9 @@ def test_panel_names_every_number_a_person_watches() -> None:
         "2 / 4",
         "reward",
         "0.500",
-        "33.0% at step 0",
-        "90.0% at step 2",
-        "mean 1.250   max 2   bound 2",
+        "33.0% -> 90.0%",
+        "mean 1.25   max 2   bound 2",
         "50% full",
-        "24 groups",
         "failed 3",
         "generated 8,123   trained 4,000",
         "generators 25%   learners 10%",
@@ -91,6 +89,6 @@ def test_without_a_terminal_lines_are_printed_and_the_end_has_a_curve() -> None:
         display.finish()
     text = output.getvalue()
     assert text.startswith("starting")
-    assert "training" in text
+    assert "training: step 2/4" in text
     assert "held-out reward" in text and "┤" in text
     assert "saved  runs/x/model" in text

@@ -286,7 +286,7 @@ asyncio.run(run())
     ("function", "expected"),
     [
         ("{file}:god", "has no function 'god'; did you mean 'good'?"),
-        ("{file}:not_callable", "is a int, not a function"),
+        ("{file}:not_callable", "is of type int, not a function"),
         ("{folder}/my_rewards.py:good", "no file {folder}/my_rewards.py; did you mean 'my_reward.py'?"),
         ("{folder}/broken.py:f", "importing {folder}/broken.py:f raised ZeroDivisionError"),
         ("{folder}/syntax.py:f", "raised SyntaxError"),
@@ -321,8 +321,8 @@ def test_signature_against_columns() -> None:
     with pytest.raises(RewardError) as caught:
         check_signature(signature, function="r.py:function", columns=["prompt", "answer"], source="rows.jsonl")
     assert str(caught.value) == (
-        "[reward] r.py:function takes 'anser', 'level', but a reward function gets prompt, completion and the columns of "
-        "rows.jsonl: prompt, answer; did you mean 'anser' -> 'answer'?"
+        "[reward] r.py:function takes 'anser', 'level', but a reward function gets prompt, completion and the columns "
+        "of rows.jsonl: prompt, answer; did you mean 'anser' -> 'answer'?"
     )
     check_signature(signature, function="f", columns=["anser", "level"], source="rows.jsonl")
     check_signature(read_signature(lambda **rest: 1.0), function="f", columns=[], source="rows.jsonl")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -32,3 +34,7 @@ def grpo(rewards: Float[Tensor, " r"], groups: Int[Tensor, " r"], *, eps: float 
     advantages = rewards.new_zeros(rewards.shape)
     advantages[scored] = (centred / (std + eps)) * spread
     return advantages
+
+
+ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": grpo}
+"""[algorithm] name -> its advantage, (rewards, groups) -> advantages."""

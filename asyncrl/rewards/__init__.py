@@ -1,7 +1,7 @@
 """Reward functions: ready-made ones, and the processes that users' own run in.
 
-A reward function is called with keyword arguments: `prompt` and `completion` (text) and every column of the prompt's row
-that it names. It returns a number, or a dict of named numbers whose sum is the reward. It may be `async`.
+A reward function is called with keyword arguments: `prompt` and `completion` (text) and every column of the prompt's
+row that it names. It returns a number, or a dict of named numbers whose sum is the reward. It may be `async`.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def load_function(function: str) -> Callable[..., Any]:
             raise RewardError(f"[reward] {source} has no function {name!r}{did_you_mean(name, own)}")
         target = getattr(target, part)
     if not callable(target):
-        raise RewardError(f"[reward] {function} is a {type(target).__name__}, not a function")
+        raise RewardError(f"[reward] {function} is of type {type(target).__name__}, not a function")
     return target
 
 
@@ -112,7 +112,8 @@ def read_signature(function: Callable[..., Any]) -> Signature:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise RewardError(
-                f"[reward] parameter {parameter.name!r} is positional-only, but arguments are passed by name; remove '/'"
+                f"[reward] parameter {parameter.name!r} is positional-only, but arguments are passed by name; "
+                "remove the '/'"
             )
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_all = True
@@ -133,6 +134,6 @@ def check_signature(signature: Signature, *, function: str, columns: Iterable[st
         return
     hints = [f"{name!r} -> {close!r}" for name in unfilled if (close := nearest(name, [*GIVEN, *columns]))]
     raise RewardError(
-        f"[reward] {function} takes {', '.join(map(repr, unfilled))}, but a reward function gets prompt, completion and the "
-        f"columns of {source}: {', '.join(columns)}" + (f"; did you mean {', '.join(hints)}?" if hints else "")
+        f"[reward] {function} takes {', '.join(map(repr, unfilled))}, but a reward function gets prompt, completion "
+        f"and the columns of {source}: {', '.join(columns)}" + (f"; did you mean {', '.join(hints)}?" if hints else "")
     )

@@ -1,7 +1,7 @@
 """Scores completions in reward processes, so that whatever a reward function does costs one rollout at most.
 
-A call that raises, takes too long, crashes its process or returns something that is not a reward is a RewardError of that
-call. A process that hung or died is started again at its next call.
+A call that raises, takes too long, crashes its process or returns something that is not a reward is a RewardError of
+that call. A process that hung or died is started again at its next call.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class _Worker:
         if "error" in reply:
             await self.stop()
             raise RewardError(reply["error"])
-        signature = {name: tuple(v) if isinstance(v, list) else v for name, v in reply["signature"].items()}
-        return Signature(**signature)
+        required, optional, takes_all = reply["signature"]
+        return Signature(tuple(required), tuple(optional), takes_all)
 
     async def call(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """One call. The process is ended if it did not answer, so that no late answer meets the next question."""

@@ -2,8 +2,8 @@
 
 One JSON object a line, in on stdin and out on stdout:
 
-    first of all, unasked:      <- {"signature": {...}}, or {"error": "..."} and the process ends
-    -> {"arguments": {...}}     <- {"reward": 1.0, "parts": {...}} or {"error": "..."}
+    unasked, when it has started:  <- {"signature": [required, optional, takes_all]} or {"error": "..."} and the end
+    -> {"arguments": {...}}        <- {"reward": 1.0, "parts": {...}} or {"error": "..."}
 
 What the user's code prints goes to stderr. The process ends, with everything it started, when its stdin closes: also
 when the parent was killed, and also in the middle of a call.
@@ -60,7 +60,7 @@ def main(function_name: str, memory_mb: int) -> None:
             own = isinstance(error, AsyncRLError)
             reply({"error": f"{'' if own else f'[reward] importing {function_name} '}{_describe(error, memory_mb)}"})
             return
-        reply({"signature": dataclasses.asdict(signature)})
+        reply({"signature": dataclasses.astuple(signature)})
         while True:
             arguments = json.loads(calls.get())["arguments"]
             try:

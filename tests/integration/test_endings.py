@@ -33,10 +33,7 @@ def test_ctrl_c_finishes_the_step_and_saves(workspace: Workspace, warm: str) -> 
 
 def test_a_reward_that_always_fails_stops_the_run_with_its_cause(workspace: Workspace, warm: str) -> None:
     (workspace.path / "late_reward.py").write_text(
-        "def score(completion):\n"
-        "    if completion:\n"
-        "        raise KeyError('no such unit: parsec')\n"
-        "    return 0.0\n"
+        "def score(completion):\n    if completion:\n        raise KeyError('no such unit: parsec')\n    return 0.0\n"
     )
     output = workspace.launch(
         "examples/grpo_async.toml", "--name=failing", "--reward.function=late_reward.py:score", status=2

@@ -37,7 +37,7 @@ def test_staleness_bound_holds_and_the_ledger_balances(workspace: Workspace, asy
     rows = [r for r in workspace.metrics("grpo_sort") if "learner/loss" in r]
     assert len(rows) == 60
     assert max(r["learner/staleness/max"] for r in rows) <= 2
-    assert any(r["learner/staleness/max"] > 0 for r in rows), "never off-policy: generation and training did not overlap"
+    assert any(r["learner/staleness/max"] > 0 for r in rows), "generation and training never overlapped"
     for row in rows:
         parts = ("in_flight", "stored", "trained", "failed", "evicted")
         assert row["tickets/started"] == sum(row[f"tickets/{part}"] for part in parts)
@@ -60,7 +60,8 @@ def test_run_folder_holds_everything_a_person_looks_for(workspace: Workspace, as
     config = load_config(run / "config.toml")
     assert config.steps == 60
     logs = {path.name for path in (run / "logs").iterdir()}
-    assert logs >= {"coordinator.log", "generator-0.log", "learner-0.log", "learner-1.log", "shard-0.log", "shard-1.log"}
+    processes = ("coordinator", "generator-0", "learner-0", "learner-1", "shard-0", "shard-1")
+    assert logs == {f"{process}.log" for process in processes}
     samples = sorted((run / "rollouts").glob("*.parquet"))
     table = pq.read_table(samples[0])
     assert table.num_rows == 2 * 16

@@ -22,9 +22,11 @@ NUM_CHARACTERS = 10
 def process_group() -> Iterator[torch.device]:
     """This process as the only rank. Determinism settings are put back afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        yield init_distributed(rank=0, world_size=1, init_method=f"file://{folder}/store", threads=1)
-        leave_distributed()
-    torch.use_deterministic_algorithms(False)
+        try:
+            yield init_distributed(rank=0, world_size=1, init_method=f"file://{folder}/store", threads=1)
+        finally:
+            leave_distributed()
+            torch.use_deterministic_algorithms(False)
 
 
 def rl_config(

@@ -16,6 +16,7 @@ from asyncrl.config import RLConfig
 from asyncrl.errors import AsyncRLError, ReplayBufferError
 from asyncrl.learners import PolicyTrainer
 from asyncrl.types import Group
+from asyncrl.weights import WeightPublisher
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def device() -> Iterator[torch.device]:
 
 
 def trainer(config: RLConfig, device: torch.device, tmp_path: Path) -> PolicyTrainer:
-    return PolicyTrainer(config, rank=0, world_size=1, device=device, weights_dir=str(tmp_path / "weights"))
+    return PolicyTrainer(config, world_size=1, device=device, publisher=WeightPublisher(tmp_path / "weights"))
 
 
 def weights(made: PolicyTrainer) -> torch.Tensor:

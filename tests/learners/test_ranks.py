@@ -14,7 +14,7 @@ from learner_cases import make_groups, process_group, rl_config, sft_config
 from asyncrl.errors import AsyncRLError
 from asyncrl.learners import PolicyTrainer, SFTTrainer, assign_groups, init_distributed
 from asyncrl.types import Group, GroupRef
-from asyncrl.weights import WeightManifest, open_weights
+from asyncrl.weights import WeightManifest, WeightPublisher, open_weights
 
 pytestmark = pytest.mark.integration
 
@@ -58,7 +58,10 @@ class Rank:
 
     def policy(self, **settings: Any) -> PolicyTrainer:
         config = rl_config(self.task / "model", groups=8, ranks=self.place["world_size"], **settings)
-        return PolicyTrainer(config, **self.place, weights_dir=str(self.folder / "weights"))
+        publisher = WeightPublisher(self.folder / "weights") if self.place["rank"] == 0 else None
+        return PolicyTrainer(
+            config, world_size=self.place["world_size"], device=self.place["device"], publisher=publisher
+        )
 
     def mine(self, trainer: PolicyTrainer, groups: list[Group]) -> list[Group]:
         by_number = {g.number: g for g in groups}
