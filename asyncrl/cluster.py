@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -20,6 +22,7 @@ from asyncrl.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60.0
+PROBE_TIMEOUT_S = 5.0
 SYSTEM_CONFIG = {"kill_child_processes_on_worker_exit_with_raylet_subreaper": True}
 """An engine's inner processes end with their actor, even one that was killed."""
 
@@ -38,8 +41,9 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
     """
     options = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
+        _probe(address)
         ray.init(address=address or "auto", **options)
-    except (ConnectionError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         if address is not None:
             raise ConfigError(f"--address {address}: no Ray cluster answers there ({_first_line(error)})") from error
         use_gpus = num_local_gpus() > 0
@@ -110,6 +114,16 @@ def explain(error: RayError, run_folder: RunFolder) -> AsyncRLError:
     # Not one of ours: a bug, or a library's failure. The message alone would not do.
     run_folder.log("driver").write_text(str(error))
     return AsyncRLError(f"{type(cause).__name__}: {cause} (traceback: {run_folder.log('driver')})")
+
+
+def _probe(address: str | None) -> None:
+    """Raises OSError or ValueError when nothing listens at HOST:PORT: Ray itself would try for many minutes."""
+    if address is None or address in ("auto", "local"):
+        return
+    url = urlsplit(address if "://" in address else f"ray://{address}")
+    if url.hostname is None or url.port is None:
+        raise ValueError("an address is auto, HOST:PORT or ray://HOST:PORT")
+    socket.create_connection((url.hostname, url.port), timeout=PROBE_TIMEOUT_S).close()
 
 
 def _first_line(error: BaseException) -> str:
