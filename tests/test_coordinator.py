@@ -1,0 +1,217 @@
+"""The coordinator with a real buffer and stand-ins for engines and ranks, to show faults and orders at will."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.buffer import ReplayBuffer
+from asyncrl.config import RLConfig
+from asyncrl.coordinator import Coordinator
+from asyncrl.errors import GenerationError, WeightSyncError
+from asyncrl.metrics import JsonlSink, Metrics
+from asyncrl.progress import Progress
+from asyncrl.run_folder import RunFolder
+from asyncrl.types import Group, GroupRef, Prompt, Rollout, Ticket
+
+PROMPTS = [Prompt(prompt_id=f"p:{i}", tokens=[i], text=str(i), row={}) for i in range(7)]
+
+
+def make_config(**top: Any) -> RLConfig:
+    return RLConfig(
+        **{
+            "job": "rl",
+            "name": "test",
+            "steps": 5,
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "reward": {"function": "r:f"},
+            "algorithm": {"name": "grpo", "groups_per_step": 4, "group_size": 2},
+            "eval": {"every": 2},
+            "checkpoint": {"every": 2},
+            **top,
+        }
+    )
+
+
+def make_group(ticket: Ticket, version: int) -> Group:
+    rollout = Rollout(
+        response=np.array([1, 2], np.int32),
+        loss_mask=np.ones(2, bool),
+        behaviour_logprobs=np.zeros(2, np.float32),
+        policy_versions=np.full(2, version, np.int32),
+        reward=1.0,
+        finish_reason="stop",
+        seconds=0.1,
+    )
+    prompt = np.asarray(ticket.prompt.tokens, np.int32)
+    return Group(uuid.uuid4().bytes, ticket.number, ticket.prompt.prompt_id, prompt, (rollout,) * 2, "g", 0.0)
+
+
+class StandInGenerator:
+    """Turns tickets into groups at its version; may fail, or hold one group back for some versions."""
+
+    def __init__(self, name: str, world: World, *, fail_at: int | None = None, slow: int | None = None) -> None:
+        self.name = name
+        self.world = world
+        self.version = 0
+        self.fail_at = fail_at
+        self.slow = slow
+        self.held: tuple[Ticket, int] | None = None
+
+    async def run(self) -> None:
+        coordinator = self.world.coordinator
+        while (tickets := await coordinator.take_tickets(self.name, num=3, engine_version=self.version)) is not None:
+            for ticket in tickets:
+                if ticket.number == self.fail_at:
+                    raise GenerationError("the engine died")
+                if ticket.number == self.slow:
+                    self.held = (ticket, self.version)
+                else:
+                    await self.deliver(ticket, self.version)
+
+    async def deliver(self, ticket: Ticket, version: int) -> None:
+        await asyncio.to_thread(self.world.buffer.append, make_group(ticket, version))
+        await self.world.coordinator.tickets.group_done(number=ticket.number, failed=None)
+
+    async def update_weights(self, manifest: dict[str, Any]) -> None:
+        self.version = manifest["version"]
+        if self.held and self.version - self.held[1] > self.world.config.staleness_bound:
+            held, self.held = self.held, None
+            await self.deliver(*held)
+
+    async def evaluate(self, prompts: Any, *, samples_per_prompt: int, seed: int) -> Any:
+        num = len(prompts) * samples_per_prompt
+        return {
+            "reward": 0.5,
+            "length": 2.0,
+            "min_version": self.version,
+            "max_version": self.version,
+            "num_scored": num,
+            "num_failed": 0,
+        }
+
+    async def stats(self) -> dict[str, float]:
+        return {"generated_tokens": 1.0, "busy_s": 1.0, "idle_s": 1.0}
+
+
+class StandInLearners:
+    def __init__(self, world: World, *, fail_publish: bool = False) -> None:
+        self.world = world
+        self.trained: list[tuple[int, list[int]]] = []
+        self.saved: list[str] = []
+        self.fail_publish = fail_publish
+
+    async def train_step(self, slices: list[list[GroupRef]], *, policy_version: int) -> dict[str, float]:
+        refs = [ref for part in slices for ref in part]
+        bound = self.world.config.staleness_bound
+        assert all(policy_version - ref.min_version <= bound for ref in refs)
+        self.trained.append((policy_version, sorted(ref.number for ref in refs)))
+        if self.world.stop_at == policy_version:
+            self.world.coordinator.stop()
+        return {"learner/tokens": 16.0, "learner/reward/mean": 1.0}
+
+    async def publish(self, version: int) -> dict[str, Any]:
+        if self.fail_publish:
+            raise WeightSyncError("a weight is not finite")
+        return {"version": version}
+
+    async def save(self, path: Path) -> None:
+        self.saved.append(path.name)
+
+
+class World:
+    """Everything a coordinator needs."""
+
+    def __init__(self, folder: Path, config: RLConfig, *, stop_at: int | None = None) -> None:
+        self.config = config
+        self.stop_at = stop_at
+        self.folder = folder
+        (folder / "rollouts").mkdir()
+
+    def run(self, *, generators: list[dict[str, Any]], fail_publish: bool = False) -> None:
+        async def main() -> None:
+            with ReplayBuffer.local(num_shards=2) as self.buffer:
+                self.learners = StandInLearners(self, fail_publish=fail_publish)
+                self.progress = Progress(job="test", num_steps=self.config.steps)
+                self.coordinator = Coordinator(
+                    self.config,
+                    prompts=PROMPTS,
+                    eval_prompts=PROMPTS[:3],
+                    buffer=self.buffer,
+                    learners=self.learners,
+                    generators=[StandInGenerator(f"g{i}", self, **kw) for i, kw in enumerate(generators)],
+                    run_folder=RunFolder(self.folder),
+                    metrics=Metrics([JsonlSink(self.folder / "metrics.jsonl")]),
+                    progress=self.progress,
+                )
+                try:
+                    await asyncio.wait_for(self.coordinator.run(), timeout=30)
+                finally:
+                    others = asyncio.all_tasks() - {asyncio.current_task()}
+                    assert not others, f"left behind: {others}"
+
+        asyncio.run(main())
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_every_ticket_is_trained_once_and_in_order(tmp_path: Path, mode: str) -> None:
+    world = World(tmp_path, make_config(mode=mode))
+    world.run(generators=[{}, {}])
+    numbers = [number for _, batch in world.learners.trained for number in batch]
+    assert sorted(numbers) == list(range(20))
+    assert [version for version, _ in world.learners.trained] == [0, 1, 2, 3, 4]
+    if mode == "sync":
+        assert numbers == list(range(20))
+    assert world.learners.saved == ["step_000002", "step_000004", "model"]
+    assert world.coordinator.tickets.ledger() == {
+        "started": 20,
+        "in_flight": 0,
+        "stored": 0,
+        "trained": 20,
+        "failed": 0,
+        "evicted": 0,
+    }
+    evals = [row["step"] for row in world.rows() if "eval/reward/mean" in row]
+    assert evals == [0, 2, 4, 5]
+    assert world.progress.phase == "done"
+
+
+def test_a_straggler_past_the_bound_is_evicted_counted_and_replaced(tmp_path: Path) -> None:
+    world = World(tmp_path, make_config(max_staleness=1, steps=8))
+    world.run(generators=[{"slow": 2}, {"slow": 2}])
+    numbers = [number for _, batch in world.learners.trained for number in batch]
+    assert len(numbers) == len(set(numbers)) == 32
+    assert 2 not in numbers
+    ledger = world.coordinator.tickets.ledger()
+    assert (ledger["trained"], ledger["evicted"], ledger["started"]) == (32, 1, 33)
+
+
+def test_stop_ends_after_the_step_in_hand_and_saves_once(tmp_path: Path) -> None:
+    world = World(tmp_path, make_config(steps=1000), stop_at=2)
+    world.run(generators=[{}])
+    assert [version for version, _ in world.learners.trained] == [0, 1, 2]
+    assert world.learners.saved[-1] == "model" and world.learners.saved.count("model") == 1
+    assert world.progress.phase == "stopped"
+
+
+def test_a_generator_that_dies_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    world = World(tmp_path, make_config())
+    with pytest.raises(GenerationError, match="the engine died"):
+        world.run(generators=[{"fail_at": 6}, {"fail_at": 6}])
+    assert "model" not in world.learners.saved
+
+
+def test_weights_that_cannot_be_published_end_the_run(tmp_path: Path) -> None:
+    world = World(tmp_path, make_config())
+    with pytest.raises(WeightSyncError, match="not finite"):
+        world.run(generators=[{}], fail_publish=True)
