@@ -118,6 +118,9 @@ class GroupRef:
         shard: position of the shard in the buffer's address list.
         num_tokens: as Group.num_tokens.
         max_tokens: tokens of the longest row, prompt included.
+        min_version, max_version: oldest and newest policy version that sampled a token of the group.
+        nbytes: of the stored Arrow message.
+        reward_mean, reward_std: over the scored rollouts of the group (population std); NaN without any.
     """
 
     shard: int
@@ -127,4 +130,7 @@ class GroupRef:
     num_tokens: int
     max_tokens: int
     min_version: int
+    max_version: int
     nbytes: int
+    reward_mean: float
+    reward_std: float

@@ -8,9 +8,10 @@ if __name__ != "asyncrl.buffer":
 
 from asyncrl.buffer.client import Lease, ReplayBuffer
 from asyncrl.buffer.keys import CurveKeys, ServerKeys, ShardAddress, new_keys
+from asyncrl.buffer.sampling import Sampling
 from asyncrl.buffer.schema import SCHEMA, SCHEMA_VERSION
 from asyncrl.buffer.shard import ShardServer
-from asyncrl.buffer.store import BufferStats
+from asyncrl.buffer.store import BufferStats, StoreSettings
 from asyncrl.buffer.table import groups_to_table, write_parquet
 
 __all__ = [
@@ -20,9 +21,11 @@ __all__ = [
     "CurveKeys",
     "Lease",
     "ReplayBuffer",
+    "Sampling",
     "ServerKeys",
     "ShardAddress",
     "ShardServer",
+    "StoreSettings",
     "groups_to_table",
     "new_keys",
     "write_parquet",

@@ -4,44 +4,60 @@
                             ^
     coordinator --lease, commit, release, evict, stats--> every shard
 
-A lease takes two phases: ask every shard for its lowest usable numbers, then take the lowest of all, shard by shard;
-if one shard no longer has what it offered, everything taken is given back.
+A lease takes two phases: ask every shard for its first usable groups, then take the first of all, shard by shard; if
+one shard no longer has what it offered, everything taken is given back.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import uuid
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import zmq
 
-from asyncrl.buffer.connection import Connection, ShardTimeout
 from asyncrl.buffer.keys import CurveKeys, ShardAddress
-from asyncrl.buffer.schema import decode_group, encode_group
+from asyncrl.buffer.records import unpack_records
+from asyncrl.buffer.remote import Location, RemoteShard, Result
+from asyncrl.buffer.sampling import FIFO, Sampling
+from asyncrl.buffer.schema import EncodedGroup, batch_to_group, encode_groups, read_batch
 from asyncrl.buffer.shard import ShardServer
-from asyncrl.buffer.store import COUNTERS, BufferStats
-from asyncrl.buffer.wire import MAX_FRAME_BYTES, checksum, verify
+from asyncrl.buffer.snapshot import MANIFEST, read_groups, read_manifest, write_manifest
+from asyncrl.buffer.store import COUNTERS, NUM_REMEMBERED_IDS, BufferStats, StoreSettings
+from asyncrl.buffer.wire import MAX_FRAME_BYTES
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import Group, GroupRef
 
+logger = logging.getLogger(__name__)
+
+LEASE_TIMEOUT_S = 60.0
 _LEASE_ATTEMPTS = 8
+_RESTORE_BATCH = 64
+_FULL_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Groups handed out to be trained on once.
+    """Groups handed out to be trained on.
 
     Attributes:
-        lease_id: for commit or release.
-        refs: what was leased, sorted by number.
+        lease_id: 16 bytes.
+        refs: what was leased, in the order of the sampling.
+        max_uses: of the sampling that chose them.
     """
 
-    lease_id: str
+    lease_id: bytes
     refs: tuple[GroupRef, ...]
+    max_uses: int = 1
 
 
 class ReplayBuffer:
@@ -50,15 +66,15 @@ class ReplayBuffer:
     Args:
         addresses: of all shards, in the same order for every client of a run: GroupRef.shard counts in it.
         client_keys: this client's CURVE keys, for shards that have keys.
-        prefer: shard that appends go to, one on this machine for instance. None: the one that holds the fewest bytes.
-        timeout_s: longest wait for one answer of one shard; then ReplayBufferError, which names the endpoint.
+        prefer_local: appends go to shards on this host, where there are any; else to the one that holds the fewest bytes.
+        timeout_s: longest wait for one answer of one shard, or for room in a full one; then ReplayBufferError.
 
     Example:
         with ReplayBuffer.local() as buffer:
             buffer.append(group)
             lease = buffer.lease(1, policy_version=0, max_staleness=1)
             groups = buffer.read(lease.refs)
-            buffer.commit(lease.lease_id)
+            buffer.commit(lease)
     """
 
     def __init__(
@@ -66,32 +82,40 @@ class ReplayBuffer:
         addresses: Sequence[ShardAddress],
         *,
         client_keys: CurveKeys | None = None,
-        prefer: int | None = None,
+        prefer_local: bool = True,
         timeout_s: float = 30.0,
     ) -> None:
         if not addresses:
             raise ReplayBufferError("a replay buffer needs at least one shard address")
-        if prefer is not None and not 0 <= prefer < len(addresses):
-            raise ReplayBufferError(f"prefer must be a shard, 0 to {len(addresses) - 1}; got {prefer}")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._prefer = prefer
+        self._client_keys = client_keys
+        self._prefer_local = prefer_local
+        self._timeout_s = timeout_s
         self._servers: list[ShardServer] = []
-        self._lock = threading.Lock()  # of the three placement fields; a connection has its own
-        self._held_bytes = [0] * len(addresses)  # as of the last append to each shard
-        self._num_placed = [0] * len(addresses)
-        self._in_doubt: dict[bytes, int] = {}  # appends that were not answered: a retry must reach the same shard
-        self._shards: list[Connection] = []
+        self._lock = threading.Lock()  # of the fields below; a shard has its own
+        self._num_placed: list[int] = []
+        self._placed: OrderedDict[bytes, int] = OrderedDict()  # group -> shard, the newest: a retry must go there again
+        self._shards: list[RemoteShard] = []
+        self._num_draws = 0
+        self._leases: dict[bytes, set[int]] = {}  # held by this client -> their shards
+        self._located: dict[bytes, Location] = {}  # of the groups in those leases
+        self._renewal: threading.Thread | None = None
+        self._closed = threading.Event()
         try:
             for address in addresses:
-                self._shards.append(Connection(self._context, address, keys=client_keys, timeout_s=timeout_s))
+                self.add_shard(address)
         except ReplayBufferError:
             self.close()
             raise
 
     @classmethod
-    def local(cls, num_shards: int = 2) -> ReplayBuffer:
-        """A buffer inside this process: its shards are threads, and close() ends them with their contents."""
-        servers = [ShardServer() for _ in range(num_shards)]
+    def local(
+        cls, num_shards: int = 2, *, directory: str | None = None, settings: StoreSettings | None = None
+    ) -> ReplayBuffer:
+        """A buffer inside this process: its shards are threads. close() ends them, with their contents unless they
+        have a directory; the same directory and number of shards continue there."""
+        names = [None if directory is None else Path(directory) / f"shard-{i}" for i in range(num_shards)]
+        servers = [ShardServer(name, settings=settings) for name in names]
         try:
             buffer = cls([server.start() for server in servers])
         except ReplayBufferError:
@@ -101,90 +125,202 @@ class ReplayBuffer:
         buffer._servers = servers
         return buffer
 
+    # Shards
+
+    @property
+    def addresses(self) -> list[ShardAddress]:
+        """Of all shards."""
+        return [shard.address for shard in self._shards]
+
+    def add_shard(self, address: ShardAddress) -> int:
+        """Use another shard from now on; its position. Every client of a run adds the same shards in the same order."""
+        shard = RemoteShard(self._context, address, keys=self._client_keys, timeout_s=self._timeout_s)
+        with self._lock:
+            self._shards.append(shard)
+            self._num_placed.append(0)
+            return len(self._shards) - 1
+
+    def drain_shard(self, shard: int) -> None:
+        """The shard takes no more groups, from any client. What it holds is leased, or ages out, as usual."""
+        self._shards[shard].request("drain", {})
+        self._shards[shard].draining = True
+
+    # Writing
+
     def append(self, group: Group) -> bool:
         """Store a group. True when stored, False when its id was appended before.
 
         After a ReplayBufferError (a timeout above all) the same append may be repeated through the same ReplayBuffer:
         it goes to the same shard, which ignores what it has.
         """
-        payload = encode_group(group)
-        if payload.size > MAX_FRAME_BYTES:
-            raise ReplayBufferError(f"group {group.number} takes {payload.size} bytes; the most is {MAX_FRAME_BYTES}")
-        with self._lock:
-            shard = self._in_doubt.get(group.group_id, self._place())
-            self._in_doubt[group.group_id] = shard
-            self._num_placed[shard] += 1
-        try:
-            reply = self._shards[shard].request("append", {"checksum": checksum(payload)}, [payload])
-        except ShardTimeout:
-            raise
-        except ReplayBufferError:
-            self._settle(group.group_id)
-            raise
-        self._settle(group.group_id)
-        self._held_bytes[shard] = reply.integer("held_bytes")
-        return bool(reply.header.get("stored"))
+        return self.append_many([group])[0]
 
-    def lease(self, num_groups: int, *, policy_version: int, max_staleness: int) -> Lease | None:
-        """Hand out the num_groups usable groups with the lowest numbers, over all shards.
+    def append_many(self, groups: Sequence[Group]) -> list[bool]:
+        """As append for each, at a fraction of the cost per group.
+
+        Raises ReplayBufferError when one is malformed (then none is stored) or refused (then the others are stored).
+        """
+        return self.append_encoded(encode_groups(groups))
+
+    def append_encoded(self, encoded: Sequence[EncodedGroup]) -> list[bool]:
+        """As append_many for groups in their stored form."""
+        for group in encoded:
+            if group.message.size > MAX_FRAME_BYTES:
+                raise ReplayBufferError(
+                    f"group {group.ref.number} takes {group.message.size} bytes; the most is {MAX_FRAME_BYTES}"
+                )
+        results: dict[int, Result] = {}
+        deadline = time.monotonic() + self._timeout_s
+        while len(results) < len(encoded):
+            for shard, indices in self._place([i for i in range(len(encoded)) if i not in results], encoded).items():
+                answers = self._shards[shard].append([encoded[i] for i in indices])
+                for i, answer in zip(indices, answers, strict=True):
+                    if answer is None:
+                        self._unplace(encoded[i].ref.group_id)
+                    else:
+                        results[i] = answer
+            if len(results) < len(encoded):
+                if time.monotonic() > deadline:
+                    raise ReplayBufferError(self._explain_full(len(encoded) - len(results)))
+                time.sleep(_FULL_POLL_S)
+        refused = [answer for answer in results.values() if isinstance(answer, str)]
+        if refused:
+            raise ReplayBufferError(f"{len(refused)} of {len(encoded)} groups were refused: {refused[0]}")
+        return [bool(results[i]) for i in range(len(encoded))]
+
+    # Leases
+
+    def advance(self, policy_version: int) -> None:
+        """Tell every shard the newest policy version, before its weights reach a generator.
+
+        From the first call of this or of lease and evict on, a group with tokens of a later version is refused.
+        """
+        self._all("advance", {"policy_version": policy_version})
+
+    def lease(
+        self,
+        num_groups: int,
+        *,
+        policy_version: int,
+        max_staleness: int,
+        sampling: Sampling = FIFO,
+        max_tokens: int | None = None,
+        timeout_s: float = LEASE_TIMEOUT_S,
+    ) -> Lease | None:
+        """Hand out the first num_groups usable groups in the order of `sampling`, over all shards.
 
         Usable: policy_version - min_version <= max_staleness; free groups beyond that are evicted first (counted in
-        stats). None, and nothing leased, when there are not enough, or other clients took them first.
+        stats). With max_tokens, no more of them than fit that many tokens (one at least). None, and nothing leased,
+        when there are not enough, or other clients took them first.
+
+        This client renews the lease until it is committed or released; timeout_s after the client's death its groups
+        are free again.
         """
         if num_groups < 1:
             raise ReplayBufferError(f"a lease needs at least one group; got num_groups = {num_groups}")
         bound = {"policy_version": policy_version, "max_staleness": max_staleness}
         for _ in range(_LEASE_ATTEMPTS):
-            offers: list[GroupRef] = []
-            for shard, connection in enumerate(self._shards):
-                reply = connection.request("peek", {"num_groups": num_groups, **bound})
-                offers += reply.refs("refs", shard=shard)
+            offers = self._best_offers(num_groups, bound, sampling)
             if len(offers) < num_groups:
                 return None
-            offers.sort(key=lambda ref: (ref.number, ref.group_id))
-            lease = Lease(uuid.uuid4().hex, tuple(offers[:num_groups]))
-            if self._take(lease, bound):
+            lease = Lease(uuid.uuid4().bytes, _within([ref for ref, _ in offers], max_tokens), sampling.max_uses)
+            if self._take(lease, bound | {"timeout_s": timeout_s}):
+                self._hold(lease, dict((ref.group_id, location) for ref, location in offers), timeout_s)
                 return lease
         return None
+
+    def commit(self, lease: Lease) -> None:
+        """The lease's groups were trained on: remove them, or count a use. Repeating it is harmless.
+
+        Raises ReplayBufferError when the lease had run out and a group was handed out again meanwhile.
+        """
+        self._forget(lease)
+        for shard, ids in _by_shard(lease.refs).items():
+            fields = {"lease": lease.lease_id.hex(), "max_uses": lease.max_uses}
+            self._shards[shard].request("commit", fields, [b"".join(ids)])
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease's groups back unused. Repeating it is harmless."""
+        self._forget(lease)
+        for shard in _by_shard(lease.refs):
+            self._shards[shard].request("release", {"lease": lease.lease_id.hex()})
+
+    # Reading
 
     def read(self, refs: Sequence[GroupRef]) -> list[Group]:
         """The groups in the order of `refs`, each checked against its checksum. Their arrays are read-only.
 
         Raises ReplayBufferError when one was committed or evicted, or is corrupted.
         """
-        groups: dict[bytes, Group] = {}
-        for shard, connection in enumerate(self._shards):
-            ids = [ref.group_id.hex() for ref in refs if ref.shard == shard]
-            if not ids:
-                continue
-            reply = connection.request("read", {"group_ids": ids})
-            for group_id, expected, payload in zip(ids, reply.items("checksums"), reply.payloads, strict=True):
-                verify(payload, expected, what=f"group {group_id} from {connection.endpoint}")
-                groups[bytes.fromhex(group_id)] = decode_group(payload)
-        return [groups[ref.group_id] for ref in refs]
+        return [batch_to_group(batch) for batch in self.read_batches(refs)]
 
-    def commit(self, lease_id: str) -> None:
-        """Remove a lease's groups for good, after the optimizer step. Repeating it is harmless."""
-        self._all("commit", {"lease_id": lease_id})
+    def read_batches(self, refs: Sequence[GroupRef]) -> list[pa.RecordBatch]:
+        """As read, as Arrow record batches of schema.SCHEMA: no array is copied."""
+        messages: dict[bytes, Any] = {}
+        for shard, ids in _by_shard(refs).items():
+            messages |= self._shards[shard].read({group_id: self._located.get(group_id) for group_id in ids})
+        return [read_batch(messages[ref.group_id]) for ref in refs]
 
-    def release(self, lease_id: str) -> None:
-        """Give a lease's groups back unused. Repeating it is harmless."""
-        self._all("release", {"lease_id": lease_id})
-
-    def evict(self, *, policy_version: int, max_staleness: int) -> list[GroupRef]:
-        """Drop the free groups with policy_version - min_version > max_staleness; they are returned and counted."""
+    def evict(self, *, policy_version: int, max_staleness: int) -> list[bytes]:
+        """Drop the free groups with policy_version - min_version > max_staleness; their ids. They are counted."""
         replies = self._all("evict", {"policy_version": policy_version, "max_staleness": max_staleness})
-        return [ref for shard, reply in enumerate(replies) for ref in reply.refs("refs", shard=shard)]
+        return [bytes.fromhex(group_id) for reply in replies for group_id in reply.items("ids")]
 
     def stats(self) -> BufferStats:
         """Contents and totals, summed over the shards and per shard."""
         replies = self._all("stats", {})
-        return BufferStats.total([BufferStats(**{n: reply.integer(n) for n in COUNTERS}) for reply in replies])
+        return BufferStats.total([BufferStats(**{n: reply.header[n] for n in COUNTERS}) for reply in replies])
+
+    # Snapshots
+
+    def snapshot(self, directory: str | Path, *, policy_version: int, timeout_s: float = 600.0) -> int:
+        """Write every held group (leased ones too) to a folder, while writes and leases go on; how many groups.
+
+        What a shard holds when it is asked is in the snapshot, so nothing should be committed during the call that
+        must not be. The folder is valid once its manifest is there, which is last; shards must reach it.
+        """
+        directory = Path(directory).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / MANIFEST).unlink(missing_ok=True)
+        names = [f"shard-{i}.arrow" for i in range(len(self._shards))]
+        for name, shard in zip(names, self._shards, strict=True):
+            shard.request("snapshot", {"path": str(directory / name)})
+        files: dict[str, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        for name, shard in zip(names, self._shards, strict=True):
+            while not (reply := shard.request("snapshot_state", {})).header.get("done"):
+                if time.monotonic() > deadline:
+                    raise ReplayBufferError(f"shard {shard.endpoint} did not finish its snapshot in {timeout_s:g} s")
+                time.sleep(0.01)
+            files[name] = {key: reply.header[key] for key in ("num_groups", "num_bytes", "xxh3")}
+        write_manifest(directory, files, policy_version=policy_version)
+        return sum(file["num_groups"] for file in files.values())
+
+    def restore(self, directory: str | Path) -> int:
+        """Append every group of a snapshot, on whatever shards there are; the snapshot's policy version.
+
+        Raises ReplayBufferError, with nothing appended, when a file is missing, truncated or changed.
+        """
+        directory = Path(directory)
+        manifest = read_manifest(directory)
+        for name in manifest["files"]:
+            batch: list[EncodedGroup] = []
+            for group in read_groups(directory / name):
+                batch.append(group)
+                if len(batch) == _RESTORE_BATCH:
+                    self.append_encoded(batch)
+                    batch = []
+            self.append_encoded(batch)
+        return int(manifest["policy_version"])
 
     def close(self) -> None:
         """Close the connections (and the shards of `local`). Repeating it is harmless."""
-        for connection in self._shards:
-            connection.close()
+        self._closed.set()
+        if self._renewal is not None:
+            self._renewal.join()
+            self._renewal = None
+        for shard in self._shards:
+            shard.close()
         self._context.destroy(linger=0)
         for server in self._servers:
             server.stop()
@@ -198,32 +334,116 @@ class ReplayBuffer:
         self.close()
 
     def _all(self, op: str, fields: dict[str, Any]) -> list[Any]:
-        return [connection.request(op, fields) for connection in self._shards]
+        return [shard.request(op, fields) for shard in self._shards]
 
-    def _place(self) -> int:
-        if self._prefer is not None:
-            return self._prefer
-        return min(range(len(self._shards)), key=lambda shard: (self._held_bytes[shard], self._num_placed[shard]))
-
-    def _settle(self, group_id: bytes) -> None:
+    def _place(self, indices: Iterable[int], encoded: Sequence[EncodedGroup]) -> dict[int, list[int]]:
+        """Shard -> which groups go there: all to the emptiest, but for those that were tried before."""
+        open_shards = [i for i, shard in enumerate(self._shards) if not shard.draining]
+        if not open_shards:
+            raise ReplayBufferError("every shard of the replay buffer is draining: none takes groups")
+        if self._prefer_local:
+            open_shards = [i for i in open_shards if self._shards[i].is_local] or open_shards
         with self._lock:
-            self._in_doubt.pop(group_id, None)
+            emptiest = min(open_shards, key=lambda i: (self._shards[i].group_bytes, self._num_placed[i]))
+            placed: dict[int, list[int]] = {}
+            for i in indices:
+                shard = self._placed.setdefault(encoded[i].ref.group_id, emptiest)
+                self._num_placed[shard] += 1
+                placed.setdefault(shard, []).append(i)
+            while len(self._placed) > NUM_REMEMBERED_IDS:
+                self._placed.popitem(last=False)
+            return placed
 
-    def _take(self, lease: Lease, bound: dict[str, int]) -> bool:
+    def _unplace(self, group_id: bytes) -> None:
+        """The shard is full or draining, and has not taken it: any other may."""
+        with self._lock:
+            self._placed.pop(group_id, None)
+
+    def _explain_full(self, num_groups: int) -> str:
+        held = sum(shard.group_bytes for shard in self._shards)
+        return (
+            f"the replay buffer is full: {num_groups} groups found no room within {self._timeout_s:g} s while its shards "
+            f"hold {held / 1e6:.0f} MB. Raise [buffer] capacity_gb, add shards, or lower max_staleness"
+        )
+
+    def _best_offers(self, num_groups: int, bound: dict[str, int], sampling: Sampling) -> list[tuple[GroupRef, Location]]:
+        with self._lock:
+            self._num_draws += 1
+            draw = f"{bound['policy_version']} {self._num_draws}"
+        fields = {
+            "num_groups": num_groups,
+            **bound,
+            "order": sampling.order,
+            "max_uses": sampling.max_uses,
+            "seed": sampling.seed,
+        }
+        offers: list[tuple[list[float], bytes, GroupRef, Location]] = []
+        for index, shard in enumerate(self._shards):
+            reply = shard.request("offer", fields | {"draw": f"{draw} {index}"})
+            entries = [record.entry for record in unpack_records(reply.frame(), index)]
+            for key, entry, path in zip(reply.items("keys"), entries, reply.items("paths"), strict=True):
+                offers.append((key, entry.ref.group_id, entry.ref, (entry, path)))
+        offers.sort(key=lambda offer: offer[:2])
+        return [(ref, location) for _, _, ref, location in offers[:num_groups]]
+
+    def _take(self, lease: Lease, fields: Mapping[str, Any]) -> bool:
         # In ascending order, so that of several clients after the same groups one gets through.
-        asked: list[Connection] = []
+        asked: list[RemoteShard] = []
         complete = False
         try:
-            for shard in sorted({ref.shard for ref in lease.refs}):
-                ids = [ref.group_id.hex() for ref in lease.refs if ref.shard == shard]
-                asked.append(self._shards[shard])
-                reply = asked[-1].request("lease", {"lease_id": lease.lease_id, "group_ids": ids, **bound})
-                if not reply.header.get("granted"):
+            for index, ids in sorted(_by_shard(lease.refs).items()):
+                asked.append(self._shards[index])
+                request = {"lease": lease.lease_id.hex(), **fields}
+                if not asked[-1].request("lease", request, [b"".join(ids)]).header.get("granted"):
                     return False
             complete = True
         finally:
             if not complete:
                 # Not awaited: each shard sees it after the lease request, also one that answers late.
-                for connection in asked:
-                    connection.post("release", {"lease_id": lease.lease_id})
+                for shard in asked:
+                    shard.post("release", {"lease": lease.lease_id.hex()})
         return True
+
+    def _hold(self, lease: Lease, located: Mapping[bytes, Location], timeout_s: float) -> None:
+        """Remember a lease, and renew it from now on."""
+        with self._lock:
+            self._leases[lease.lease_id] = set(_by_shard(lease.refs))
+            self._located |= {ref.group_id: located[ref.group_id] for ref in lease.refs}
+            if self._renewal is None and not self._closed.is_set():
+                self._renewal = threading.Thread(
+                    target=self._renew_leases, args=(timeout_s / 4,), name="lease renewal", daemon=True
+                )
+                self._renewal.start()
+
+    def _forget(self, lease: Lease) -> None:
+        with self._lock:
+            self._leases.pop(lease.lease_id, None)
+            for ref in lease.refs:
+                self._located.pop(ref.group_id, None)
+
+    def _renew_leases(self, every_s: float) -> None:
+        while not self._closed.wait(every_s):
+            with self._lock:
+                held = {lease: set(shards) for lease, shards in self._leases.items()}
+            for index, shard in enumerate(self._shards):
+                leases = [lease.hex() for lease, shards in held.items() if index in shards]
+                if not leases:
+                    continue
+                try:
+                    shard.request("renew", {"leases": leases})
+                except ReplayBufferError as error:
+                    logger.warning("leases could not be renewed: %s", error)
+
+
+def _by_shard(refs: Iterable[GroupRef]) -> dict[int, list[bytes]]:
+    ids: dict[int, list[bytes]] = {}
+    for ref in refs:
+        ids.setdefault(ref.shard, []).append(ref.group_id)
+    return ids
+
+
+def _within(refs: Sequence[GroupRef], max_tokens: int | None) -> tuple[GroupRef, ...]:
+    if max_tokens is None:
+        return tuple(refs)
+    total = np.cumsum([ref.num_tokens for ref in refs])
+    return tuple(refs[: max(1, int(np.searchsorted(total, max_tokens, side="right")))])

@@ -18,11 +18,15 @@ class ShardTimeout(ReplayBufferError):
     """A shard did not answer in time; whether it carried the request out is unknown."""
 
 
+RESEND_S = 3.0
+
+
 class Connection:
     """One socket, one request at a time, any thread.
 
     The socket lives as long as the connection, so requests reach the shard in the order they were made, those that
-    nobody waits for any more included.
+    nobody waits for any more included. A request that stays without an answer is sent again, for a shard that was
+    started anew meanwhile: carrying any request out twice must be harmless.
     """
 
     def __init__(
@@ -53,13 +57,17 @@ class Connection:
         with self._lock:
             request_id = self._send(op, fields, payloads)
             deadline = time.monotonic() + self._timeout_s
-            while self._socket.poll(max(0, int((deadline - time.monotonic()) * 1e3))):
-                reply = unpack(self._socket.recv_multipart())
+            while True:
+                wait = min(RESEND_S, deadline - time.monotonic())
+                if not self._socket.poll(max(0, int(wait * 1e3))):
+                    if time.monotonic() + 1e-3 > deadline:
+                        raise ShardTimeout(self._explain(op))
+                    self._send(op, fields, payloads, request_id)
+                    continue
+                reply = unpack([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
                 # Other ids belong to requests that were given up; none at all, to a request that was not understood.
                 if reply.header.get("id") in (request_id, None):
                     break
-            else:
-                raise ShardTimeout(self._explain(op))
         if reply.header.get("ok") is not True:
             raise ReplayBufferError(f"buffer shard {self.endpoint} refused {op}: {reply.text('error')}")
         return reply
@@ -76,16 +84,20 @@ class Connection:
         with self._lock:
             self._socket.close()
 
-    def _send(self, op: str, fields: Mapping[str, Any], payloads: Sequence[Any]) -> int:
+    def _send(
+        self, op: str, fields: Mapping[str, Any], payloads: Sequence[Any], request_id: int | None = None
+    ) -> int:
         if self._socket.closed:
             raise ReplayBufferError(f"the connection to buffer shard {self.endpoint} is closed")
-        self._last_id += 1
+        if request_id is None:
+            self._last_id += 1
+            request_id = self._last_id
         try:
-            frames = pack({"id": self._last_id, "op": op, **fields}, payloads)
+            frames = pack({"id": request_id, "op": op, **fields}, payloads)
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:
             raise ShardTimeout(self._explain(op)) from None
-        return self._last_id
+        return request_id
 
     def _explain(self, op: str) -> str:
         keys = ", and are its keys and the client's from the same run" if self._has_keys else ""

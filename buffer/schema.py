@@ -1,15 +1,17 @@
 """The Arrow schema of a trajectory, and groups to and from it.
 
-A generator encodes a group as one record batch (one row per rollout) in an Arrow IPC stream; those bytes travel and are
-stored as they are, and a learner wraps them again without copying tokens. The schema's metadata carries its version: a
-reader refuses one that it does not know. `tokens` holds prompt and response; the other per-token columns are aligned
-with the response, `tokens[prompt_length:]`.
+A generator encodes a group as one record batch (one row per rollout): the bytes of one Arrow IPC message, which are
+stored as they are, one after the other, in a segment file, and which a learner wraps again without copying tokens.
+The schema's metadata carries its version: a reader refuses one that it does not know. `tokens` holds prompt and
+response; the other per-token columns are aligned with the response, `tokens[prompt_length:]`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,11 +22,10 @@ import xxhash
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import FINISH_REASONS, Group, GroupRef, Rollout
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 VERSION_KEY = b"asyncrl.trajectory_version"
 
 _ID = pa.binary(16)
-_REASON = pa.dictionary(pa.int8(), pa.string())
 SCHEMA = pa.schema(
     [
         pa.field("trajectory_id", _ID, nullable=False),
@@ -42,7 +43,7 @@ SCHEMA = pa.schema(
         pa.field("reward", pa.float32()),
         pa.field("reward_parts", pa.map_(pa.string(), pa.float32()), nullable=False),
         pa.field("token_rewards", pa.list_(pa.float32())),
-        pa.field("finish_reason", _REASON, nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("generator", pa.string(), nullable=False),
         pa.field("created_at", pa.float64(), nullable=False),
         pa.field("seconds", pa.float64(), nullable=False),
@@ -54,89 +55,121 @@ SCHEMA = pa.schema(
 created_at is unix seconds, seconds the time the rollout took; token_rewards is null without process rewards."""
 
 _PER_TOKEN = ("loss_mask", "behaviour_logprobs", "policy_versions")
-_RESPONSE_DTYPES = {
-    "response": np.int32,
-    "loss_mask": np.bool_,
-    "behaviour_logprobs": np.float32,
-    "policy_versions": np.int32,
+_INT32 = np.dtype(np.int32)
+_RESPONSE_DTYPES: dict[str, Any] = {
+    "response": _INT32,
+    "loss_mask": np.dtype(np.bool_),
+    "behaviour_logprobs": np.dtype(np.float32),
+    "policy_versions": np.dtype(np.int32),
 }
 
 
-def encode_group(group: Group) -> pa.Buffer:
-    """The group as the bytes of an Arrow IPC stream. Raises ReplayBufferError when it is not well formed."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_batch(group_to_batch(group))
-    return sink.getvalue()
+@dataclass(frozen=True, slots=True)
+class EncodedGroup:
+    """A group as it is stored: the Arrow message and its index entry (with shard 0)."""
+
+    message: pa.Buffer
+    ref: GroupRef
 
 
-def decode_group(payload: Any) -> Group:
-    """Inverse of encode_group; `payload` is any buffer. Arrays are read-only views of it."""
-    return batch_to_group(read_batch(payload))
+def encode_group(group: Group) -> EncodedGroup:
+    """The group as one Arrow IPC record batch message. Raises ReplayBufferError when it is not well formed."""
+    return encode_groups([group])[0]
 
 
-def read_batch(payload: Any) -> pa.RecordBatch:
-    """The one record batch of an IPC stream. Raises ReplayBufferError for anything else, unknown versions included."""
+def encode_groups(groups: Sequence[Group]) -> list[EncodedGroup]:
+    """As encode_group for each; several at once cost a fraction per group, since Arrow arrays are built once for all.
+
+    Raises ReplayBufferError, which names the group, when one is not well formed; then none is encoded.
+    """
+    if not groups:
+        return []
+    batch = groups_to_batch(groups)
+    sizes = [len(group.rollouts) for group in groups]
+    ends = np.cumsum(sizes).tolist()
+    refs = _describe_groups(batch, groups, sizes, ends)
+    messages = [batch.slice(end - size, size).serialize() for size, end in zip(sizes, ends, strict=True)]
+    return [
+        EncodedGroup(message, GroupRef(shard=0, nbytes=message.size, **ref))
+        for message, ref in zip(messages, refs, strict=True)
+    ]
+
+
+def decode_group(message: Any) -> Group:
+    """Inverse of encode_group; `message` is any buffer. Arrays are read-only views of it."""
+    return batch_to_group(read_batch(message))
+
+
+def read_batch(message: Any) -> pa.RecordBatch:
+    """The record batch of one Arrow IPC message. Raises ReplayBufferError for anything else."""
     try:
-        with pa.ipc.open_stream(payload) as reader:
-            check_schema(reader.schema)
-            batches = list(reader)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ReplayBufferError(f"a stored group is not an Arrow IPC stream: {error}") from error
-    if len(batches) != 1:
-        raise ReplayBufferError(f"a stored group is one record batch; this stream has {len(batches)}")
-    return batches[0]
+        return pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
+    except (pa.ArrowException, OSError, ValueError, EOFError) as error:
+        raise ReplayBufferError(f"a stored group is not an Arrow record batch message: {error}") from error
 
 
-def check_schema(schema: pa.Schema) -> None:
+def check_schema(schema: pa.Schema, *, what: str = "these trajectories") -> None:
     """Raises ReplayBufferError unless `schema` is the trajectory schema of the version that this code reads."""
     found = (schema.metadata or {}).get(VERSION_KEY)
     if found is None:
-        raise ReplayBufferError(f"not a trajectory schema: its metadata lacks {VERSION_KEY.decode()}")
+        raise ReplayBufferError(
+            f"{what}: not a trajectory schema, its metadata lacks {VERSION_KEY.decode()}; its columns are "
+            f"{', '.join(schema.names[:30])}"
+        )
     if found != str(SCHEMA_VERSION).encode():
         raise ReplayBufferError(
-            f"unknown trajectory schema version {found.decode(errors='replace')!r}: this asyncrl reads version "
-            f"{SCHEMA_VERSION}; use the same asyncrl on every machine of the run"
+            f"{what}: unknown trajectory schema version {found.decode(errors='replace')!r}: this asyncrl reads version "
+            f"{SCHEMA_VERSION}; read it with the asyncrl that wrote it"
         )
     if not schema.equals(SCHEMA):
-        raise ReplayBufferError(f"columns differ from trajectory schema version {SCHEMA_VERSION}: {schema.to_string()}")
+        raise ReplayBufferError(f"{what}: {_schema_difference(schema)} (trajectory schema version {SCHEMA_VERSION})")
 
 
-def group_to_batch(group: Group) -> pa.RecordBatch:
-    """One row per rollout. Raises ReplayBufferError when ids, lengths, types or finish reasons are wrong."""
-    rollouts, size = group.rollouts, len(group.rollouts)
-    if len(group.group_id) != 16 or not rollouts:
-        raise ReplayBufferError(
-            f"a group needs an id of 16 bytes and a rollout at least; got {len(group.group_id)} bytes, {size} rollouts"
-        )
-    prompt = _cast(group.prompt_tokens, np.int32, "prompt_tokens")
-    tokens = {name: _response_column(rollouts, name) for name in _RESPONSE_DTYPES}
-    columns: dict[str, list[Any]] = {
-        "trajectory_id": [xxhash.xxh3_128_digest(group.group_id + i.to_bytes(2, "little")) for i in range(size)],
-        "group_id": [group.group_id] * size,
-        "number": [group.number] * size,
-        "prompt_id": [group.prompt_id] * size,
-        "group_size": [size] * size,
-        "group_index": list(range(size)),
-        "tokens": [np.concatenate((prompt, response)) for response in tokens["response"]],
-        "prompt_length": [prompt.size] * size,
-        **{name: tokens[name] for name in _PER_TOKEN},
-        "min_version": [r.min_version for r in rollouts],
-        "reward": [None if np.isnan(r.reward) else r.reward for r in rollouts],
-        "reward_parts": [list(r.reward_parts.items()) for r in rollouts],
-        "token_rewards": [None] * size,
+def groups_to_batch(groups: Sequence[Group]) -> pa.RecordBatch:
+    """One row per rollout, group after group.
+
+    Raises ReplayBufferError, which names the group, when ids, lengths, types, values or finish reasons are wrong.
+    """
+    for group in groups:
+        _check_group(group)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    sizes = np.array([len(group.rollouts) for group in groups], np.int16)
+    prompts = [_cast(group.prompt_tokens, _INT32, f"group {group.number}: prompt_tokens") for group in groups]
+    per_row = [(group, index) for group in groups for index in range(len(group.rollouts))]
+    responses, flat = _response_columns(per_row)
+    lengths = np.array([len(r) for r in responses], np.int32)
+    prompt_lengths = np.repeat(np.array([p.size for p in prompts], np.int32), sizes)
+    _check_values(flat, lengths, per_row)
+    row_prompts = (prompt for prompt, size in zip(prompts, sizes.tolist(), strict=True) for _ in range(size))
+    tokens = [part for pair in zip(row_prompts, responses, strict=True) for part in pair]
+    parts = [list(r.reward_parts.items()) for r in rollouts]
+    errors = [None if r.error is None else json.dumps({"error": r.error}) for r in rollouts]
+    columns: dict[str, pa.Array | np.ndarray | list[Any]] = {
+        "trajectory_id": _binary16([xxhash.xxh3_128_digest(g.group_id + i.to_bytes(2, "little")) for g, i in per_row]),
+        "group_id": _binary16([group.group_id for group, _ in per_row]),
+        "number": np.repeat(_per_group(groups, "number", np.int64), sizes),
+        "prompt_id": [group.prompt_id for group, _ in per_row],
+        "group_size": np.repeat(sizes, sizes),
+        "group_index": np.array([index for _, index in per_row], np.int16),
+        "tokens": _list_array(np.concatenate(tokens), lengths + prompt_lengths),
+        "prompt_length": prompt_lengths,
+        **{name: _list_array(flat[name], lengths) for name in _PER_TOKEN},
+        "min_version": _min_versions(flat["policy_versions"], flat["loss_mask"], lengths),
+        "reward": _rewards(rollouts),
+        "reward_parts": parts,
+        "token_rewards": [None] * len(rollouts),
         "finish_reason": [r.finish_reason for r in rollouts],
-        "generator": [group.generator] * size,
-        "created_at": [group.created_at] * size,
+        "generator": [group.generator for group, _ in per_row],
+        "created_at": np.repeat(_per_group(groups, "created_at", np.float64), sizes),
         "seconds": [r.seconds for r in rollouts],
-        "extra": [None if r.error is None else json.dumps({"error": r.error}) for r in rollouts],
+        "extra": errors,
     }
-    return pa.record_batch([_array(field, columns[field.name]) for field in SCHEMA], schema=SCHEMA)
+    return pa.RecordBatch.from_arrays([_array(name, columns[name]) for name in SCHEMA.names], schema=SCHEMA)
 
 
 def batch_to_group(batch: pa.RecordBatch) -> Group:
-    """Inverse of group_to_batch for a batch that check_schema and describe accept."""
-    column = {name: batch.column(name) for name in SCHEMA.names}
+    """Inverse of groups_to_batch for one group, for a batch that describe accepts."""
+    column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
     prompt_length = column["prompt_length"][0].as_py()
     tokens = list_rows(column["tokens"])
     plain = {n: column[n].to_pylist() for n in ("reward", "finish_reason", "seconds", "reward_parts", "extra")}
@@ -178,16 +211,22 @@ def describe(batch: pa.RecordBatch, nbytes: int) -> GroupRef:
         if inner or (not field.nullable and array.null_count):
             raise ReplayBufferError(f"a group is malformed: nulls in column {field.name}")
     group_id, number = _only_value(batch, "group_id"), _only_value(batch, "number")
+    name = f"group {number} ({group_id.hex()})"
     prompt_length = _only_value(batch, "prompt_length")
     indices = batch.column("group_index").to_numpy()
-    if _only_value(batch, "group_size") != batch.num_rows or (indices != np.arange(batch.num_rows)).any():
-        raise ReplayBufferError(f"group {group_id.hex()} is not whole: its rows are {indices.tolist()}")
+    group_size = _only_value(batch, "group_size")
+    if group_size != batch.num_rows or (indices != np.arange(batch.num_rows)).any():
+        raise ReplayBufferError(f"{name} is not whole: group_size is {group_size}, its rows are {indices.tolist()}")
     lengths = np.diff(batch.column("tokens").offsets.to_numpy())
     if not 0 <= prompt_length <= lengths.min():
-        raise ReplayBufferError(f"group {group_id.hex()}: prompt_length {prompt_length} exceeds a row's tokens")
-    for name in _PER_TOKEN:
-        if (np.diff(batch.column(name).offsets.to_numpy()) != lengths - prompt_length).any():
-            raise ReplayBufferError(f"group {group_id.hex()}: column {name} is not aligned with the response tokens")
+        raise ReplayBufferError(f"{name}: prompt_length {prompt_length} exceeds a row's {lengths.min()} tokens")
+    for column in _PER_TOKEN:
+        if (np.diff(batch.column(column).offsets.to_numpy()) != lengths - prompt_length).any():
+            raise ReplayBufferError(f"{name}: column {column} is not aligned with the response tokens")
+    flat = {column: np.concatenate(list_rows(batch.column(column))) for column in _PER_TOKEN}
+    _check_values(flat, lengths - prompt_length)
+    _check_finish_reasons(set(batch.column("finish_reason").to_pylist()))
+    mean, std = _spread(batch.column("reward").drop_null().to_pylist())
     return GroupRef(
         shard=0,
         group_id=group_id,
@@ -196,7 +235,10 @@ def describe(batch: pa.RecordBatch, nbytes: int) -> GroupRef:
         num_tokens=int(lengths.sum()),
         max_tokens=int(lengths.max()),
         min_version=int(batch.column("min_version").to_numpy().min()),
+        max_version=int(flat["policy_versions"].max()) if flat["policy_versions"].size else -1,
         nbytes=nbytes,
+        reward_mean=mean,
+        reward_std=std,
     )
 
 
@@ -206,6 +248,18 @@ def list_rows(column: pa.ListArray) -> list[np.ndarray]:
     return [values[start:end] for start, end in pairwise(column.offsets.to_pylist())]
 
 
+def _schema_difference(schema: pa.Schema) -> str:
+    missing = [name for name in SCHEMA.names if name not in schema.names]
+    unknown = [name for name in schema.names if name not in SCHEMA.names]
+    if missing or unknown:
+        return f"columns differ: missing {missing}, unknown {unknown}"
+    for field in SCHEMA:
+        found = schema.field(field.name)
+        if not found.equals(field):
+            return f"column {field.name} is {found.type} (nullable {found.nullable}), not {field.type}"
+    return f"columns are in another order: {schema.names}"
+
+
 def _only_value(batch: pa.RecordBatch, name: str) -> Any:
     values = set(batch.column(name).to_pylist())
     if len(values) != 1:
@@ -213,34 +267,144 @@ def _only_value(batch: pa.RecordBatch, name: str) -> Any:
     return values.pop()
 
 
-def _response_column(rollouts: Sequence[Rollout], name: str) -> list[np.ndarray]:
-    arrays = [_cast(getattr(r, name), _RESPONSE_DTYPES[name], name) for r in rollouts]
-    for index, (array, rollout) in enumerate(zip(arrays, rollouts, strict=True)):
-        if array.size != len(rollout.response):
+def _check_group(group: Group) -> None:
+    if len(group.group_id) != 16 or not group.rollouts:
+        raise ReplayBufferError(
+            f"group {group.number} needs an id of 16 bytes and a rollout at least; "
+            f"got {len(group.group_id)} bytes, {len(group.rollouts)} rollouts"
+        )
+    _check_finish_reasons({r.finish_reason for r in group.rollouts})
+
+
+def _check_finish_reasons(reasons: set[str]) -> None:
+    if unknown := reasons.difference(FINISH_REASONS):
+        raise ReplayBufferError(f"finish_reason must be one of {', '.join(FINISH_REASONS)}; got {unknown}")
+
+
+def _describe_groups(
+    batch: pa.RecordBatch, groups: Sequence[Group], sizes: list[int], ends: list[int]
+) -> list[dict[str, Any]]:
+    """The fields of each group's GroupRef, but for shard and nbytes."""
+    tokens = np.diff(batch.column("tokens").offsets.to_numpy()).tolist()
+    versions = batch.column("policy_versions").values.to_numpy()
+    offsets = batch.column("policy_versions").offsets.to_pylist()
+    min_versions = batch.column("min_version").to_pylist()
+    rewards = batch.column("reward").to_numpy(zero_copy_only=False).astype(np.float64).tolist()
+    described = []
+    for group, size, end in zip(groups, sizes, ends, strict=True):
+        start = end - size
+        sampled = versions[offsets[start] : offsets[end]]
+        mean, std = _spread(rewards[start:end])
+        described.append(
+            {
+                "group_id": group.group_id,
+                "number": group.number,
+                "num_rows": size,
+                "num_tokens": sum(tokens[start:end]),
+                "max_tokens": max(tokens[start:end]),
+                "min_version": min(min_versions[start:end]),
+                "max_version": int(sampled.max()) if sampled.size else -1,
+                "reward_mean": mean,
+                "reward_std": std,
+            }
+        )
+    return described
+
+
+def _spread(rewards: Sequence[float]) -> tuple[float, float]:
+    """Mean and population standard deviation of what is not NaN; NaN without any."""
+    scored = [r for r in rewards if r == r]
+    if not scored:
+        return float("nan"), float("nan")
+    mean = sum(scored) / len(scored)
+    return mean, math.sqrt(sum((r - mean) ** 2 for r in scored) / len(scored))
+
+
+def _check_values(
+    flat: dict[str, np.ndarray], lengths: np.ndarray, rows: Sequence[tuple[Group, int]] | None = None
+) -> None:
+    logprobs = flat["behaviour_logprobs"]
+    if not math.isfinite(logprobs.sum(dtype=np.float64)):
+        at = int(np.argmin(np.isfinite(logprobs)))
+        row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        where = f"rollout {row}" if rows is None else _row_name(rows[row])
+        raise ReplayBufferError(f"{where}: behaviour_logprobs holds {logprobs[at]}; logprobs must be finite")
+
+
+def _row_name(row: tuple[Group, int]) -> str:
+    return f"group {row[0].number}, rollout {row[1]}"
+
+
+def _min_versions(versions: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """int32 [rows]: oldest version of the tokens that were sampled; -1 in a row without any."""
+    if lengths.all() and versions.min() == (newest := versions.max()) >= 0:
+        return np.full(lengths.size, newest, np.int32)
+    found = np.full(lengths.size, -1, np.int32)
+    rows = np.flatnonzero(lengths)
+    if rows.size:
+        no_version = np.iinfo(np.int32).max
+        starts = (np.cumsum(lengths) - lengths)[rows]
+        oldest = np.minimum.reduceat(np.where(mask, versions, no_version), starts)
+        found[rows] = np.where(oldest == no_version, -1, oldest)
+    return found
+
+
+def _response_columns(rows: Sequence[tuple[Group, int]]) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """The rows' responses, and the columns that are aligned with them, each as one flat array."""
+    rollouts = [group.rollouts[index] for group, index in rows]
+    arrays = {name: [getattr(r, name) for r in rollouts] for name in _RESPONSE_DTYPES}
+    for name, values in arrays.items():
+        if {getattr(a, "dtype", None) for a in values} != {_RESPONSE_DTYPES[name]} or {a.ndim for a in values} != {1}:
+            arrays[name] = [
+                _cast(a, _RESPONSE_DTYPES[name], f"{_row_name(row)}: {name}")
+                for a, row in zip(values, rows, strict=True)
+            ]
+    lengths = [len(a) for a in arrays["response"]]
+    for name in _PER_TOKEN:
+        found = [len(a) for a in arrays[name]]
+        if found != lengths:
+            at = next(i for i, (a, b) in enumerate(zip(found, lengths, strict=True)) if a != b)
             raise ReplayBufferError(
-                f"rollout {index}: {name} has {array.size} values for {len(rollout.response)} response tokens"
+                f"{_row_name(rows[at])}: {name} has {found[at]} values for {lengths[at]} response tokens"
             )
-    return arrays
+    return arrays["response"], {name: np.concatenate(arrays[name]) for name in _PER_TOKEN}
 
 
-def _cast(values: Any, dtype: Any, name: str) -> np.ndarray:
+def _cast(values: Any, dtype: np.dtype, name: str) -> np.ndarray:
     array = np.asarray(values, dtype=dtype if len(values) == 0 else None)
     if array.ndim != 1 or not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise ReplayBufferError(
-            f"{name} must be one-dimensional {np.dtype(dtype)}; got {array.dtype} of shape {array.shape}"
-        )
+        raise ReplayBufferError(f"{name} must be one-dimensional {dtype}; got {array.dtype} of shape {array.shape}")
     return array.astype(dtype, copy=False)
 
 
-def _array(field: pa.Field, values: list[Any]) -> pa.Array:
-    if field.name != "finish_reason":
-        try:
-            return pa.array(values, field.type)
-        except (pa.ArrowException, TypeError, OverflowError) as error:
-            raise ReplayBufferError(f"column {field.name} cannot hold {values!r}: {error}") from error
-    unknown = set(values) - set(FINISH_REASONS)
-    if unknown:
-        raise ReplayBufferError(f"finish_reason must be one of {', '.join(FINISH_REASONS)}; got {unknown}")
-    # The same dictionary in every batch, so that batches of many groups make one table.
-    indices = pa.array([FINISH_REASONS.index(value) for value in values], pa.int8())
-    return pa.DictionaryArray.from_arrays(indices, pa.array(FINISH_REASONS, pa.string()))
+def _per_group(groups: Sequence[Group], name: str, dtype: Any) -> np.ndarray:
+    try:
+        return np.array([getattr(group, name) for group in groups], dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ReplayBufferError(f"column {name} cannot hold {[getattr(g, name) for g in groups]!r}: {error}") from error
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> pa.Array:
+    try:
+        return pa.array(np.array([r.reward for r in rollouts], np.float32), from_pandas=True)  # NaN becomes null
+    except (TypeError, ValueError) as error:
+        raise ReplayBufferError(f"column reward cannot hold {[r.reward for r in rollouts]!r}: {error}") from error
+
+
+def _binary16(ids: Sequence[bytes]) -> pa.Array:
+    return pa.Array.from_buffers(_ID, len(ids), [None, pa.py_buffer(b"".join(ids))], 0)
+
+
+def _list_array(flat: np.ndarray, lengths: np.ndarray) -> pa.Array:
+    offsets = np.zeros(lengths.size + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+
+
+def _array(name: str, values: pa.Array | np.ndarray | list[Any]) -> pa.Array:
+    if isinstance(values, pa.Array):
+        return values
+    try:
+        return pa.array(values, SCHEMA.field(name).type)
+    except (pa.ArrowException, TypeError, OverflowError, UnicodeError) as error:
+        raise ReplayBufferError(f"column {name} cannot hold {list(values)[:8]!r}: {error}") from error

@@ -1,25 +1,40 @@
 """One shard of the replay buffer: a store behind a ZMQ ROUTER socket, on a thread of its own.
 
 ShardService turns the frames of a request into the frames of its reply and knows no sockets; ShardServer owns the
-socket. Whatever arrives is answered: a malformed or refused request gets an error reply, and the shard goes on.
+socket and the directory. Whatever arrives is answered: a malformed or refused request gets an error reply, and the
+shard goes on. A server that starts on the directory of a killed one continues with its contents on its port.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
+import os
+import shutil
+import tempfile
 import threading
+import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from asyncrl.buffer.keys import ServerKeys, ShardAddress, check_host, secure_server
-from asyncrl.buffer.store import COUNTERS, GroupStore
-from asyncrl.buffer.wire import MAX_FRAME_BYTES, Message, pack, ref_to_dict, unpack
+from asyncrl.buffer.records import Entry, pack_entry, unpack_records
+from asyncrl.buffer.sampling import Sampling
+from asyncrl.buffer.snapshot import SnapshotWriter
+from asyncrl.buffer.store import COUNTERS, GroupStore, StoreSettings
+from asyncrl.buffer.wire import MAX_FRAME_BYTES, Message, identity, pack, unpack
 from asyncrl.errors import ReplayBufferError
 
 logger = logging.getLogger(__name__)
+
+IDENTITY = "identity"
+TICK_S = 1.0
 
 Reply = tuple[dict[str, Any], list[Any]]
 
@@ -27,17 +42,31 @@ Reply = tuple[dict[str, Any], list[Any]]
 class ShardService:
     """Requests to replies on one GroupStore. `operations` is everything that a client can ask for."""
 
-    def __init__(self, store: GroupStore | None = None) -> None:
-        self.store = GroupStore() if store is None else store
+    def __init__(self, store: GroupStore, *, token: str = "") -> None:
+        self.store = store
+        self._token = token
+        self._draining = False
+        self._snapshot: SnapshotWriter | None = None
+        self._pinned: list[Entry] = []  # by the snapshot in progress
         self.operations = {
+            "hello": self._hello,
+            "grant": self._grant,
             "append": self._append,
+            "append_messages": self._append_messages,
+            "locate": self._locate,
             "read": self._read,
-            "peek": self._peek,
+            "quarantine": self._quarantine,
+            "advance": self._advance,
+            "offer": self._offer,
             "lease": self._lease,
+            "renew": self._renew,
             "commit": self._commit,
             "release": self._release,
             "evict": self._evict,
             "stats": self._stats,
+            "drain": self._drain,
+            "snapshot": self._start_snapshot,
+            "snapshot_state": self._snapshot_state,
         }
 
     def handle(self, frames: Sequence[Any]) -> list[Any]:
@@ -59,36 +88,135 @@ class ShardService:
             return pack({"id": request_id, "ok": False, "error": f"{type(error).__name__}: {error}"})
         return pack({"id": request_id, "ok": True, **header}, payloads)
 
+    def tick(self) -> None:
+        """What is due without being asked: leases and segments of holders that died. Never raises."""
+        try:
+            if num := self.store.expire_leases():
+                logger.warning("%d leases ran out without a renewal; their groups are free again", num)
+            if num := self.store.seal_dead_writers():
+                logger.warning("%d segments of writers that died were closed", num)
+            self._unpin_if_written()
+        except ReplayBufferError as error:
+            logger.error("buffer shard: %s", error)
+
+    def _hello(self, message: Message) -> Reply:
+        return {"directory": str(self.store.directory), "token": self._token, "draining": self._draining}, []
+
+    def _grant(self, message: Message) -> Reply:
+        if self._draining:
+            return {"segment": None, "draining": True}, []
+        num_bytes = message.integer("num_bytes")
+        if not 0 <= num_bytes <= MAX_FRAME_BYTES:
+            raise ReplayBufferError(f"num_bytes must be 0 to {MAX_FRAME_BYTES}; got {num_bytes}")
+        segment = self.store.grant(message.identity("writer"), num_bytes, seal=message.integer("seal"))
+        if segment is None:
+            return {"segment": None, "bytes": self.store.group_bytes}, []
+        return {"segment": segment.number, "path": segment.path, "capacity": segment.capacity}, []
+
     def _append(self, message: Message) -> Reply:
-        if len(message.payloads) != 1:
-            raise ReplayBufferError(f"append takes one group; got {len(message.payloads)} frames")
-        stored = self.store.append(message.payloads[0], checksum=message.text("checksum"))
-        return {"stored": stored, "held_bytes": self.store.held_bytes}, []
+        entries = [record.entry for record in unpack_records(message.frame())]
+        results = self.store.append(entries, writer=message.identity("writer"))
+        return {"results": results, "bytes": self.store.group_bytes}, []
+
+    def _append_messages(self, message: Message) -> Reply:
+        checksums = message.items("checksums")
+        if len(checksums) != len(message.payloads):
+            raise ReplayBufferError(f"{len(message.payloads)} groups came with {len(checksums)} checksums")
+        results: list[bool | str | None] = []
+        for payload, checksum in zip(message.payloads, checksums, strict=True):
+            try:
+                taken = None if self._draining else self.store.append_message(payload, checksum=_checksum(checksum))
+                results.append(taken)
+            except ReplayBufferError as error:
+                results.append(str(error))
+        return {"results": results, "bytes": self.store.group_bytes, "draining": self._draining}, []
+
+    def _locate(self, message: Message) -> Reply:
+        located = [self.store.locate(group_id) for group_id in message.ids()]
+        return {"paths": [path for _, path in located]}, [b"".join(pack_entry(entry) for entry, _ in located)]
 
     def _read(self, message: Message) -> Reply:
-        groups = [self.store.read(group_id) for group_id in message.ids("group_ids")]
-        return {"checksums": [g.checksum for g in groups]}, [g.payload for g in groups]
+        ids = message.ids()
+        entries = b"".join(pack_entry(self.store.locate(group_id)[0]) for group_id in ids)
+        return {}, [entries, *(self.store.read(group_id) for group_id in ids)]
 
-    def _peek(self, message: Message) -> Reply:
-        refs = self.store.peek(message.integer("num_groups"), **_bound(message))
-        return {"refs": [ref_to_dict(ref) for ref in refs]}, []
+    def _quarantine(self, message: Message) -> Reply:
+        return {"quarantined": [self.store.quarantine(group_id) for group_id in message.ids()]}, []
+
+    def _advance(self, message: Message) -> Reply:
+        self.store.advance(message.integer("policy_version"))
+        return {}, []
+
+    def _offer(self, message: Message) -> Reply:
+        sampling = Sampling(
+            order=message.text("order"),  # type: ignore[arg-type]
+            max_uses=message.integer("max_uses"),
+            seed=message.integer("seed"),
+        )
+        offers = self.store.offer(
+            message.integer("num_groups"), **_bound(message), sampling=sampling, draw=message.text("draw")
+        )
+        located = [self.store.locate(ref.group_id) for _, ref in offers]
+        header = {"keys": [key for key, _ in offers], "paths": [path for _, path in located]}
+        return header, [b"".join(pack_entry(entry) for entry, _ in located)]
 
     def _lease(self, message: Message) -> Reply:
-        granted = self.store.lease(message.text("lease_id"), message.ids("group_ids"), **_bound(message))
+        granted = self.store.lease(
+            message.identity("lease"), message.ids(), **_bound(message), timeout_s=message.number("timeout_s")
+        )
         return {"granted": granted}, []
 
+    def _renew(self, message: Message) -> Reply:
+        return {"renewed": [self.store.renew(identity(lease)) for lease in message.items("leases")]}, []
+
     def _commit(self, message: Message) -> Reply:
-        return {"num_groups": self.store.commit(message.text("lease_id"))}, []
+        max_uses = message.integer("max_uses")
+        return {"num_groups": self.store.commit(message.identity("lease"), message.ids(), max_uses=max_uses)}, []
 
     def _release(self, message: Message) -> Reply:
-        return {"num_groups": self.store.release(message.text("lease_id"))}, []
+        return {"num_groups": self.store.release(message.identity("lease"))}, []
 
     def _evict(self, message: Message) -> Reply:
-        return {"refs": [ref_to_dict(ref) for ref in self.store.evict(**_bound(message))]}, []
+        evicted = self.store.evict(**_bound(message))
+        return {"ids": [ref.group_id.hex() for ref in evicted]}, []
 
     def _stats(self, message: Message) -> Reply:
         stats = asdict(self.store.stats())
         return {name: stats[name] for name in COUNTERS}, []
+
+    def _drain(self, message: Message) -> Reply:
+        self._draining = True
+        return {}, []
+
+    def _start_snapshot(self, message: Message) -> Reply:
+        self._unpin_if_written()
+        if self._pinned:
+            raise ReplayBufferError("another snapshot of this shard is being written")
+        held = self.store.held_entries()
+        self._snapshot = SnapshotWriter(Path(message.text("path")), held)
+        self._pinned = [entry for entry, _ in held]
+        self.store.pin(self._pinned)
+        self._snapshot.start()
+        return {"num_groups": len(held)}, []
+
+    def _snapshot_state(self, message: Message) -> Reply:
+        if self._snapshot is None:
+            raise ReplayBufferError("this shard writes no snapshot: it was asked for none, or started again meanwhile")
+        done = self._snapshot.poll()
+        return {"done": done, **(self._snapshot.result() if done else {})}, []
+
+
+    def _unpin_if_written(self) -> None:
+        if self._snapshot is not None and self._snapshot.poll():
+            self.store.unpin(self._pinned)
+            self._pinned = []
+
+
+def _checksum(text: Any) -> int:
+    try:
+        return int(text, 16)
+    except (TypeError, ValueError):
+        raise ReplayBufferError(f"a checksum is 16 hex digits; got {str(text)[:80]!r}") from None
 
 
 def _bound(message: Message) -> dict[str, int]:
@@ -98,74 +226,132 @@ def _bound(message: Message) -> dict[str, int]:
 class ShardServer:
     """Serves one shard until stop().
 
-    `host` is the IP address of the interface that clients reach it by; the port is chosen by the system. Without
-    `keys` only loopback addresses are allowed; with them only clients whose public key is listed get an answer.
+    Args:
+        directory: of the shard's files, its alone. One that an earlier server left is continued, on its port. None: a
+            folder in shared memory that stop() removes.
+        host: IP address of the interface that clients reach the shard by; the port is chosen by the system. Without
+            `keys` only loopback addresses are allowed; with them only clients whose public key is listed get an answer.
     """
 
-    def __init__(self, host: str = "127.0.0.1", keys: ServerKeys | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        settings: StoreSettings | None = None,
+        host: str = "127.0.0.1",
+        keys: ServerKeys | None = None,
+    ) -> None:
         check_host(host, has_keys=keys is not None)
+        self._is_temporary = directory is None
+        self._directory = Path(tempfile.mkdtemp(prefix="asyncrl-shard-", dir=shared_memory()) if directory is None else directory)
+        self._settings = settings or StoreSettings()
         self._host, self._keys = host, keys
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._stop_signal: zmq.Socket[bytes] | None = None
         self._authenticator: Any = None
         self._thread: threading.Thread | None = None
+        self._lock_fd = -1
 
     def start(self) -> ShardAddress:
-        """Bind and serve on a new thread. Raises ReplayBufferError when the address cannot be bound."""
+        """Bind and serve on a new thread.
+
+        Raises ReplayBufferError when the address cannot be bound, or the directory is served by another process.
+        """
         if self._context is not None:
             raise ReplayBufferError("this buffer shard was started before")
-        interface = f"tcp://[{self._host}]" if ":" in self._host else f"tcp://{self._host}"
+        self._lock()
+        store = GroupStore(self._directory, self._settings)
+        identity_file = self._directory / IDENTITY
+        earlier = json.loads(identity_file.read_text()) if identity_file.exists() else {}
         self._context = zmq.Context()
         router = self._context.socket(zmq.ROUTER)
         router.linger = 0
         router.maxmsgsize = MAX_FRAME_BYTES
         router.ipv6 = ":" in self._host
         try:
-            if self._keys is not None:
-                self._authenticator = secure_server(router, self._keys)
-            port = router.bind_to_random_port(interface)
+            endpoint = self._bind(router, earlier.get("port"))
         except (zmq.ZMQError, ValueError) as error:
             router.close()
             self.stop()
             raise ReplayBufferError(f"a buffer shard cannot listen on {self._host}: {error}") from error
-        endpoint = f"{interface}:{port}"
+        token = uuid.uuid4().hex
+        temporary = identity_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"token": token, "port": int(endpoint.rsplit(":", 1)[1])}))
+        temporary.replace(identity_file)
         self._stop_signal = self._context.socket(zmq.PAIR)
         self._stop_signal.bind("inproc://stop")
         stop = self._context.socket(zmq.PAIR)
         stop.connect("inproc://stop")
-        self._thread = threading.Thread(target=_serve, args=(router, stop), name=f"shard {endpoint}", daemon=True)
+        service = ShardService(store, token=token)
+        self._thread = threading.Thread(target=_serve, args=(service, router, stop), name=f"shard {endpoint}", daemon=True)
         self._thread.start()
         return ShardAddress(endpoint, None if self._keys is None else self._keys.own.public)
 
     def stop(self) -> None:
-        """End the thread and forget the contents. Repeating it is harmless."""
+        """End the thread; the contents stay in the directory, if it was given. Repeating it is harmless."""
         context, self._context = self._context, None
-        if context is None:
-            return
-        if self._stop_signal is not None and self._thread is not None:
-            self._stop_signal.send(b"")
-            self._thread.join()
-            self._stop_signal.close()
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        context.destroy(linger=0)
+        if context is not None:
+            if self._stop_signal is not None and self._thread is not None:
+                self._stop_signal.send(b"")
+                self._thread.join()
+                self._stop_signal.close()
+            if self._authenticator is not None:
+                self._authenticator.stop()
+            context.destroy(linger=0)
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+        if self._is_temporary:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _lock(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._lock_fd = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+            raise ReplayBufferError(f"another process serves the buffer shard in {self._directory}") from None
+
+    def _bind(self, router: zmq.Socket[bytes], port: int | None) -> str:
+        interface = f"tcp://[{self._host}]" if ":" in self._host else f"tcp://{self._host}"
+        assert self._context is not None
+        if self._keys is not None:
+            self._authenticator = secure_server(router, self._keys)
+        if port is None:
+            port = router.bind_to_random_port(interface)
+        else:
+            router.bind(f"{interface}:{port}")
+        return f"{interface}:{port}"
 
 
-def _serve(router: zmq.Socket[bytes], stop: zmq.Socket[bytes]) -> None:
-    service = ShardService()
+def shared_memory() -> str:
+    """Folder of files in memory, where the system has one."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+def _serve(service: ShardService, router: zmq.Socket[bytes], stop: zmq.Socket[bytes]) -> None:
     poller = zmq.Poller()
     poller.register(router, zmq.POLLIN)
     poller.register(stop, zmq.POLLIN)
+    next_tick = time.monotonic() + TICK_S
     try:
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(TICK_S * 1e3))
             if stop in ready:
                 return
-            client, *frames = router.recv_multipart()
+            if time.monotonic() >= next_tick:
+                service.tick()
+                next_tick = time.monotonic() + TICK_S
+            if router not in ready:
+                continue
+            client, *frames = router.recv_multipart(copy=False)
             try:
-                router.send_multipart([client, *service.handle(frames)], copy=False)
+                router.send_multipart([client, *service.handle([f.buffer for f in frames])], copy=False)
             except zmq.ZMQError as error:
                 logger.warning("buffer shard: a reply could not be sent: %s", error)
     finally:
+        service.store.close()
         router.close()
         stop.close()

@@ -1,34 +1,77 @@
 """Contents of one shard: whole groups, leases, and totals that balance. A plain class without sockets.
 
-A group is appended once, then free until it is leased or evicted; a leased group is committed (trained on, gone) or
-released (free again). At any time: appended = free + leased + committed + evicted, and no group is in two of them.
-Payloads are opaque here; only `append` looks inside, once, to index what it accepts.
+A group is appended once, then free until it is leased or evicted; a leased group is committed (trained on) or released
+(free again); after its last use it is gone. At any time
+
+    appended = free + leased + committed + evicted + quarantined
+
+and no group is in two of them. Every change is a record in the shard's log before it is made, so that another process
+continues from the files where a killed one was: a store opened on a directory is in the state that the last one left.
 """
 
 from __future__ import annotations
 
+import struct
+import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from asyncrl.buffer.log import ShardLog
+from asyncrl.buffer.records import NO_ID, Entry, Kind, Record, pack_entry, pack_event
+from asyncrl.buffer.sampling import FIFO, Offer, Sampling, offer
 from asyncrl.buffer.schema import describe, read_batch
-from asyncrl.buffer.wire import verify
+from asyncrl.buffer.segment_table import Durability, Segment, SegmentTable
+from asyncrl.buffer.segments import PREFIX, SegmentReader, SegmentWriter, WriterLock, aligned, metadata_length
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import GroupRef
 
-NUM_REMEMBERED_IDS = 1 << 16
-"""Ids of committed and evicted groups that are remembered (the newest), so that a late repeated append is ignored."""
+NUM_REMEMBERED_IDS = 1 << 14
+"""Ids of groups that are gone, the newest ones, so that a late repeated append or commit is recognised."""
+GRACE_S = 60.0
+"""How long the leases of an earlier process last without a renewal."""
+WRITERS = "writers"
+_SELF = b"the shard itself"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """What a shard does with its groups' bytes.
+
+    Attributes:
+        durability: memory: files in shared memory; they survive any process but not the machine. disk: files on disk,
+            written out by the kernel. fsync: on disk before a group is acknowledged.
+        capacity_bytes: a shard that holds this much takes no more groups until some are gone.
+        memory_bytes: (memory) beyond this, sealed segments move to spill_dir.
+        keep: never reuse a segment: the whole run stays readable.
+        segment_bytes: of one segment file.
+    """
+
+    durability: Durability = "memory"
+    capacity_bytes: int = 16 << 30
+    memory_bytes: int | None = None
+    spill_dir: Path | None = None
+    keep: bool = False
+    segment_bytes: int = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class BufferStats:
-    """Contents and totals of one shard, or of all of them: appended = groups + leased_groups + committed + evicted.
+    """Contents and totals of one shard, or of all: appended = groups + leased_groups + committed + evicted + quarantined.
 
     Attributes:
         groups, rows, tokens, bytes: free groups, those that a lease may take. Tokens as in Group.num_tokens.
         leased_groups, leased_bytes: groups handed out, neither committed nor released. They still take memory.
-        appended, committed, evicted: totals in groups since the start.
+        held_bytes: of all segment files, dead groups and room for new ones included.
+        appended, committed, evicted, quarantined: totals in groups since the start; a group that is used several times
+            is committed with its last use.
+        uses: how often groups were trained on.
+        committed_rows, committed_tokens, committed_reward: sums over the committed groups (reward: of their means).
+        evicted_rows, evicted_tokens, evicted_reward: the same over the evicted, so that a bias of what is dropped shows.
         shards: the same for every shard, in the order of the address list; empty in the stats of one shard.
     """
 
@@ -38,134 +81,530 @@ class BufferStats:
     bytes: int = 0
     leased_groups: int = 0
     leased_bytes: int = 0
+    held_bytes: int = 0
     appended: int = 0
     committed: int = 0
     evicted: int = 0
+    quarantined: int = 0
+    uses: int = 0
+    committed_rows: int = 0
+    committed_tokens: int = 0
+    committed_reward: float = 0.0
+    evicted_rows: int = 0
+    evicted_tokens: int = 0
+    evicted_reward: float = 0.0
     shards: tuple[BufferStats, ...] = ()
 
     @classmethod
     def total(cls, shards: Sequence[BufferStats]) -> BufferStats:
         return cls(**{name: sum(getattr(s, name) for s in shards) for name in COUNTERS}, shards=tuple(shards))
 
+    @property
+    def is_balanced(self) -> bool:
+        """Whether every appended group is accounted for."""
+        gone = self.committed + self.evicted + self.quarantined
+        return self.appended == self.groups + self.leased_groups + gone
+
 
 COUNTERS = tuple(field.name for field in fields(BufferStats) if field.name != "shards")
+_TOTALS = COUNTERS[COUNTERS.index("appended") :]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredGroup:
-    """A group as held: its index entry, its bytes and the checksum that its writer made."""
+@dataclass(slots=True)
+class Held:
+    """A group in the shard: free when lease is NO_ID."""
 
-    ref: GroupRef
-    payload: Any
-    checksum: str
+    entry: Entry
+    lease: bytes = NO_ID
+    uses: int = 0
+    last_use: bytes = NO_ID  # the lease of the latest of them
+
+    @property
+    def ref(self) -> GroupRef:
+        return self.entry.ref
 
 
 class GroupStore:
-    """One shard's groups. Used by one thread."""
+    """One shard's groups, in `directory`. Used by one thread.
 
-    def __init__(self) -> None:
-        self._held: dict[bytes, StoredGroup] = {}  # free and leased
+    Args:
+        now: clock of the lease timeouts, in seconds.
+    """
+
+    def __init__(
+        self, directory: Path, settings: StoreSettings | None = None, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        settings = settings or StoreSettings()
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / WRITERS).mkdir(exist_ok=True)
+        self.directory = directory
+        self.policy_version: int | None = None
+        self._settings = settings
+        self._sync = settings.durability == "fsync"
+        self._now = now
+        self._log = ShardLog(directory / "log", sync=self._sync)
+        self._segments = SegmentTable(
+            directory,
+            segment_bytes=settings.segment_bytes,
+            capacity_bytes=settings.capacity_bytes,
+            memory_bytes=settings.memory_bytes,
+            spill_dir=settings.spill_dir,
+            keep=settings.keep,
+            sync=self._sync,
+            log=self._log.write,
+        )
+        self._reader = SegmentReader()
+        self._writer = SegmentWriter()
+        self._held: dict[bytes, Held] = {}
         self._free: list[tuple[int, bytes]] = []  # (number, group id), sorted
-        self._leases: dict[str, tuple[bytes, ...]] = {}
-        self._gone: dict[bytes, None] = {}  # committed and evicted ids, oldest first
-        self._appended = self._committed = self._evicted = self._held_bytes = 0
+        self._by_version: dict[int, dict[bytes, None]] = {}  # min_version -> ids of its free groups
+        self._leases: dict[bytes, dict[bytes, None]] = {}
+        self._deadlines: dict[bytes, tuple[float, float]] = {}  # lease -> (when it ends, its timeout)
+        self._gone: dict[bytes, bytes] = {}  # id -> lease that it was committed under, or NO_ID; oldest first
+        self._totals: dict[str, Any] = dict.fromkeys(_TOTALS, 0)
+        self._free_totals = {"rows": 0, "tokens": 0, "bytes": 0}
+        self._leased_bytes = 0
+        for record in self._log.read():
+            self._apply(record)
+        self._segments.recover()
+        self._seal_own()
+        for lease_id in self._leases:  # their holders may live: let them renew
+            self._deadlines[lease_id] = (self._now() + GRACE_S, GRACE_S)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of all payloads in memory, leased ones included."""
-        return self._held_bytes
+    # Writing
 
-    def append(self, payload: Any, *, checksum: str) -> bool:
-        """Store a group; False when its id was appended before, whatever became of it.
+    def grant(self, writer: bytes, num_bytes: int, *, seal: int = -1) -> Segment | None:
+        """A segment for this writer with room for that many bytes; None: the shard is full.
+
+        A writer has one at a time: `seal`, which it is done with, and any other that it wrote to are closed. An
+        untouched one is given again, so that the request may be repeated.
+        """
+        for segment in self._segments.open_segments():
+            if segment.writer == writer:
+                untouched = segment.number != seal and not segment.blocks
+                if untouched and len(PREFIX) + aligned(num_bytes) <= segment.capacity:
+                    return segment
+                self._segments.seal(segment)
+        return self._segments.grant(writer, num_bytes)
+
+    def append(self, entries: Sequence[Entry], *, writer: bytes) -> list[bool | str]:
+        """Take over groups that the writer wrote into its segment: each is stored (True), was before (False), or is
+        refused with a reason: not there as described, or sampled by a policy version that is yet to come.
+
+        Raises ReplayBufferError, with nothing stored, when the log cannot be written.
+        """
+        results: list[bool | str] = []
+        accepted: dict[bytes, Entry] = {}
+        for entry in entries:
+            try:
+                new = entry.ref.group_id not in accepted and not self.knows(entry.ref.group_id)
+                if new:
+                    self._check(entry, writer)
+                    accepted[entry.ref.group_id] = entry
+                results.append(new)
+            except ReplayBufferError as error:
+                results.append(str(error))
+        if self._sync:
+            for segment in {entry.segment for entry in accepted.values()}:
+                self._reader.sync(self._segments[segment].path)
+        if accepted:
+            self._log.write(b"".join(pack_entry(entry, Kind.APPEND, writer) for entry in accepted.values()))
+        for entry in accepted.values():
+            self._add(entry)
+        self._totals["appended"] += len(accepted)
+        return results
+
+    def knows(self, group_id: bytes) -> bool:
+        """Whether this group was appended before, whatever became of it (of those that are gone, the newest)."""
+        return group_id in self._held or group_id in self._gone
+
+    def append_message(self, message: Any, *, checksum: int) -> bool | None:
+        """Store a group that came as an Arrow message; False when its id was appended before, None: the shard is full.
 
         Raises ReplayBufferError when the bytes do not match the checksum or are not one whole group.
         """
-        verify(payload, checksum, what="a group to append")
-        ref = describe(read_batch(payload), len(payload))
-        if ref.group_id in self._held or ref.group_id in self._gone:
+        if xxhash.xxh3_64_intdigest(message) != checksum:
+            raise ReplayBufferError("a group to append is corrupted: its xxh3 checksum does not match")
+        ref = describe(read_batch(message), len(message))
+        if self.knows(ref.group_id):
             return False
-        self._held[ref.group_id] = StoredGroup(ref, payload, checksum)
-        insort(self._free, (ref.number, ref.group_id))
-        self._held_bytes += ref.nbytes
-        self._appended += 1
-        return True
+        if not self._writer.fits(len(message)):
+            segment = self.grant(_SELF, len(message), seal=self._writer.number)
+            if segment is None:
+                return None
+            self._writer.start(segment.number, segment.path, segment.capacity)
+        offset = self._writer.write(message)
+        entry = Entry(ref, self._writer.number, offset, metadata_length(message), checksum)
+        (result,) = self.append([entry], writer=_SELF)
+        if isinstance(result, str):
+            raise ReplayBufferError(result)
+        return result
 
-    def read(self, group_id: bytes) -> StoredGroup:
-        """A held group, verified. Raises ReplayBufferError when it is not here or no longer what was appended."""
-        stored = self._held.get(group_id)
-        if stored is None:
-            state = "was committed or evicted" if group_id in self._gone else "is not in this shard"
+    def seal_dead_writers(self) -> int:
+        """Close the segments of writers whose process is gone; how many."""
+        dead = [
+            s
+            for s in self._segments.open_segments()
+            if s.writer != _SELF and not WriterLock.is_held(self.directory / WRITERS / s.writer.hex())
+        ]
+        for segment in dead:
+            self._segments.seal(segment)
+            (self.directory / WRITERS / segment.writer.hex()).unlink(missing_ok=True)
+        return len(dead)
+
+    # Reading
+
+    def locate(self, group_id: bytes) -> tuple[Entry, str]:
+        """A held group's entry and the file that it lies in. Raises ReplayBufferError when it is not here."""
+        held = self._held.get(group_id)
+        if held is None:
+            state = "is gone: committed, evicted or quarantined" if group_id in self._gone else "is not in this shard"
             raise ReplayBufferError(f"group {group_id.hex()} {state}")
-        verify(stored.payload, stored.checksum, what=f"group {group_id.hex()} (number {stored.ref.number})")
-        return stored
+        return held.entry, self._segments[held.entry.segment].path
+
+    def read(self, group_id: bytes) -> bytes:
+        """The Arrow message of a held group, verified. A damaged one is quarantined, which the error says."""
+        entry, path = self.locate(group_id)
+        return self._verify(entry, path)
+
+    def quarantine(self, group_id: bytes) -> bool:
+        """Give up a group if its bytes here do not match its checksum. Its segment stays for inspection."""
+        entry, path = self.locate(group_id)
+        try:
+            self._verify(entry, path)
+        except ReplayBufferError:
+            self._log.write(pack_event(Kind.QUARANTINE, group_id=group_id))
+            self._quarantine(group_id)
+            return True
+        return False
+
+    def held_entries(self) -> list[tuple[Entry, str]]:
+        """Every held group, leased ones too, with its file: the contents of a snapshot. pin() keeps the files."""
+        return [(held.entry, self._segments[held.entry.segment].path) for held in self._held.values()]
+
+    def pin(self, entries: Iterable[Entry]) -> None:
+        """Keep the segments of these groups until unpin, whatever becomes of the groups."""
+        for entry in entries:
+            self._segments[entry.segment].num_live += 1
+
+    def unpin(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            self._segments.drop(entry.segment)
+
+    # Leases
+
+    def advance(self, policy_version: int) -> None:
+        """The newest policy version from now on; it only grows. Groups that claim a later one are refused."""
+        if self.policy_version is None or policy_version > self.policy_version:
+            self._log.write(pack_event(Kind.VERSION, number=policy_version))
+            self.policy_version = policy_version
 
     def evict(self, *, policy_version: int, max_staleness: int) -> list[GroupRef]:
         """Drop free groups with policy_version - min_version > max_staleness; they are counted and returned."""
-        oldest = policy_version - max_staleness
-        stale = [ref for ref in self._free_refs() if ref.min_version < oldest]
+        self.advance(policy_version)
+        self.expire_leases()
+        stale_versions = [v for v in self._by_version if v < policy_version - max_staleness]
+        stale = [self._held[group_id].ref for v in sorted(stale_versions) for group_id in self._by_version[v]]
+        if stale:
+            self._log.write(b"".join(pack_event(Kind.EVICT, group_id=ref.group_id) for ref in stale))
         for ref in stale:
-            self._take(ref)
-            self._drop(ref.group_id)
-        self._evicted += len(stale)
+            self._evict(ref.group_id)
         return stale
 
-    def peek(self, num_groups: int, *, policy_version: int, max_staleness: int) -> list[GroupRef]:
-        """The usable free groups with the lowest numbers, at most num_groups, after evicting the stale ones."""
+    def offer(
+        self, num_groups: int, *, policy_version: int, max_staleness: int, sampling: Sampling = FIFO, draw: str = ""
+    ) -> list[Offer]:
+        """The first usable free groups in the order of `sampling`, at most num_groups, after evicting the stale."""
         self.evict(policy_version=policy_version, max_staleness=max_staleness)
-        return [self._held[group_id].ref for _, group_id in self._free[: max(num_groups, 0)]]
+        return offer(self._free, self._held, self._by_version, sampling, num=max(num_groups, 0), draw=draw)
 
-    def lease(self, lease_id: str, group_ids: Sequence[bytes], *, policy_version: int, max_staleness: int) -> bool:
-        """Hand out exactly these groups, or none (False) when one is not free or too stale. It may be repeated."""
+    def lease(
+        self,
+        lease_id: bytes,
+        group_ids: Sequence[bytes],
+        *,
+        policy_version: int,
+        max_staleness: int,
+        timeout_s: float = float("inf"),
+    ) -> bool:
+        """Hand out exactly these groups, or none (False) when one is not free or too stale. It may be repeated.
+
+        Without a renewal for timeout_s they are free again.
+        """
+        self.advance(policy_version)
+        self.expire_leases()
         if lease_id in self._leases:
             return set(self._leases[lease_id]) == set(group_ids)
-        oldest = policy_version - max_staleness
-        asked = set(group_ids)
-        wanted = {ref.group_id: ref for ref in self._free_refs() if ref.group_id in asked}
-        if len(wanted) != len(group_ids) or any(ref.min_version < oldest for ref in wanted.values()):
+        wanted = [self._held.get(group_id) for group_id in group_ids]
+        for held in wanted:
+            if held is None or held.lease != NO_ID or policy_version - held.ref.min_version > max_staleness:
+                return False
+        if len(set(group_ids)) != len(group_ids):
             return False
-        for ref in wanted.values():
-            self._take(ref)
-        self._leases[lease_id] = tuple(wanted)
+        self._log.write(b"".join(pack_event(Kind.LEASE, group_id=i, owner=lease_id) for i in group_ids))
+        for group_id in group_ids:
+            self._lease(group_id, lease_id)
+        self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
         return True
 
-    def commit(self, lease_id: str) -> int:
-        """Remove the groups of a lease for good; how many. 0 for an unknown lease: repeating it is harmless."""
-        group_ids = self._leases.pop(lease_id, ())
+    def renew(self, lease_id: bytes) -> bool:
+        """The holder lives: count its timeout from now. False for a lease that is not known (any more)."""
+        if lease_id not in self._leases:
+            return False
+        _, timeout_s = self._deadlines.get(lease_id, (0.0, float("inf")))
+        self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
+        return True
+
+    def commit(self, lease_id: bytes, group_ids: Sequence[bytes], *, max_uses: int = 1) -> int:
+        """The groups of a lease were trained on; how many are counted now (0 for a repetition).
+
+        After max_uses they are gone, before that free again. Groups whose lease ran out meanwhile are committed too.
+        Raises ReplayBufferError, after committing the rest, when one was handed out again by then: it is trained on
+        more often than allowed.
+        """
+        conflicts, records, counted = [], [], []
         for group_id in group_ids:
-            self._drop(group_id)
-        self._committed += len(group_ids)
+            held = self._held.get(group_id)
+            if held is None:
+                if self._gone.get(group_id, NO_ID) not in (NO_ID, lease_id):
+                    conflicts.append(group_id)
+            elif held.lease not in (lease_id, NO_ID):
+                conflicts.append(group_id)
+            elif held.last_use != lease_id:
+                last = held.uses + 1 >= max_uses
+                kind = Kind.COMMIT if last else Kind.USED
+                records.append(pack_event(kind, group_id=group_id, owner=lease_id, number=held.uses + 1))
+                counted.append((group_id, last))
+        if records:
+            self._log.write(b"".join(records))
+        for group_id, last in counted:
+            self._commit(group_id, lease_id) if last else self._use(group_id, lease_id)
+        self._end_if_empty(lease_id)
+        self._compact_if_long()
+        if conflicts:
+            raise ReplayBufferError(
+                f"lease {lease_id.hex()} ran out before its commit, and {len(conflicts)} of its groups were handed out "
+                f"again: {', '.join(i.hex() for i in conflicts[:4])}; give leases a longer timeout"
+            )
+        return len(counted)
+
+    def release(self, lease_id: bytes) -> int:
+        """Make the groups of a lease free again; how many. 0 for an unknown lease: repeating it is harmless."""
+        group_ids = list(self._leases.get(lease_id, ()))
+        if group_ids:
+            self._log.write(b"".join(pack_event(Kind.RELEASE, group_id=i) for i in group_ids))
+        for group_id in group_ids:
+            self._release(group_id)
+        self._end_if_empty(lease_id)
         return len(group_ids)
 
-    def release(self, lease_id: str) -> int:
-        """Make the groups of a lease free again; how many. 0 for an unknown lease: repeating it is harmless."""
-        group_ids = self._leases.pop(lease_id, ())
-        for group_id in group_ids:
-            insort(self._free, (self._held[group_id].ref.number, group_id))
-        return len(group_ids)
+    def expire_leases(self) -> int:
+        """Release the leases whose holders have not renewed them in time; how many."""
+        now = self._now()
+        expired = [lease_id for lease_id, (deadline, _) in self._deadlines.items() if deadline < now]
+        for lease_id in expired:
+            self.release(lease_id)
+        return len(expired)
 
     def stats(self) -> BufferStats:
-        free = list(self._free_refs())
-        free_bytes = sum(ref.nbytes for ref in free)
         return BufferStats(
-            groups=len(free),
-            rows=sum(ref.num_rows for ref in free),
-            tokens=sum(ref.num_tokens for ref in free),
-            bytes=free_bytes,
-            leased_groups=sum(len(group_ids) for group_ids in self._leases.values()),
-            leased_bytes=self._held_bytes - free_bytes,
-            appended=self._appended,
-            committed=self._committed,
-            evicted=self._evicted,
+            groups=len(self._free),
+            **self._free_totals,
+            leased_groups=len(self._held) - len(self._free),
+            leased_bytes=self._leased_bytes,
+            held_bytes=self.held_bytes,
+            **self._totals,
         )
 
-    def _free_refs(self) -> Iterable[GroupRef]:
-        return (self._held[group_id].ref for _, group_id in self._free)
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of all groups, leased ones included."""
+        return self._free_totals["bytes"] + self._leased_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all segments, empty ones that wait for their next use included."""
+        return self._segments.bytes_in_use + self._segments.recycled_bytes
+
+    def close(self) -> None:
+        """Seal what this store wrote itself and close its files. The contents stay in the directory."""
+        self._seal_own()
+        self._writer.close()
+        self._reader.close()
+        self._log.close()
+
+    def _seal_own(self) -> None:
+        for segment in self._segments.open_segments():
+            if segment.writer == _SELF:
+                self._segments.seal(segment)
+
+    # What the records mean
+
+    def _apply(self, record: Record) -> None:
+        """Repeat a logged change."""
+        entry, group_id, number = record.entry, record.entry.ref.group_id, record.entry.ref.number
+        match record.kind:
+            case Kind.APPEND:
+                self._add(entry)
+                self._totals["appended"] += 1
+            case Kind.LEASE:
+                self._lease(group_id, record.owner)
+            case Kind.RELEASE:
+                self._release(group_id)
+            case Kind.COMMIT:
+                self._commit(group_id, record.owner)
+            case Kind.USED:
+                self._use(group_id, record.owner)
+            case Kind.EVICT:
+                self._evict(group_id)
+            case Kind.QUARANTINE:
+                self._quarantine(group_id)
+            case Kind.GRANT:
+                self._segments.granted(entry.segment, record.owner, number)
+            case Kind.SEAL:
+                self._segments[entry.segment].writer = NO_ID
+            case Kind.SPILL:
+                self._segments[entry.segment].writer, self._segments[entry.segment].spilled = NO_ID, True
+            case Kind.VERSION:
+                self.policy_version = number
+            case Kind.TOTAL:
+                name = _TOTALS[entry.segment]
+                value = struct.unpack("<d", struct.pack("<q", number))[0]
+                self._totals[name] = value if name.endswith("reward") else int(value)
+            case Kind.GONE:
+                self._gone[group_id] = record.owner
+
+    def _compact_if_long(self) -> None:
+        if self._log.is_long:
+            self._log.compact(self._records())
+
+    def _records(self) -> Iterator[bytes]:
+        """The shortest log that leads to this state."""
+        if self.policy_version is not None:
+            yield pack_event(Kind.VERSION, number=self.policy_version)
+        yield from (pack_event(Kind.GONE, group_id=i, owner=lease) for i, lease in self._gone.items())
+        yield from self._segments.records()
+        for group_id, held in self._held.items():
+            yield pack_entry(held.entry)
+            for _ in range(held.uses):
+                yield pack_event(Kind.USED, group_id=group_id, owner=held.last_use)
+            if held.lease != NO_ID:
+                yield pack_event(Kind.LEASE, group_id=group_id, owner=held.lease)
+        yield from self._segments.seals()
+        for index, name in enumerate(_TOTALS):
+            bits = struct.unpack("<q", struct.pack("<d", float(self._totals[name])))[0]
+            yield pack_event(Kind.TOTAL, segment=index, number=bits)
+
+    def _check(self, entry: Entry, writer: bytes) -> None:
+        ref = entry.ref
+        if self.policy_version is not None and ref.max_version > self.policy_version:
+            raise ReplayBufferError(
+                f"group {ref.number} has tokens of policy version {ref.max_version}; the newest is {self.policy_version}"
+            )
+        self._verify(entry, self._segments.check(entry, writer).path)
+
+    def _verify(self, entry: Entry, path: str) -> bytes:
+        ref = entry.ref
+        data = self._reader.read(path, entry.offset, ref.nbytes)
+        found = xxhash.xxh3_64_intdigest(data)
+        if found != entry.checksum:
+            raise ReplayBufferError(
+                f"group {ref.number} ({ref.group_id.hex()}) is corrupted in {path} at byte {entry.offset}: "
+                f"xxh3 checksum {found:016x}, recorded {entry.checksum:016x}"
+            )
+        return data
+
+    def _add(self, entry: Entry) -> None:
+        self._held[entry.ref.group_id] = Held(entry)
+        self._segments.add(entry)
+        self._make_free(entry.ref)
+
+    def _lease(self, group_id: bytes, lease_id: bytes) -> None:
+        held = self._held[group_id]
+        self._take(held.ref)
+        held.lease = lease_id
+        self._leased_bytes += held.ref.nbytes
+        self._leases.setdefault(lease_id, {})[group_id] = None
+
+    def _release(self, group_id: bytes) -> None:
+        held = self._held[group_id]
+        self._end_lease(held)
+        self._make_free(held.ref)
+
+    def _use(self, group_id: bytes, lease_id: bytes) -> None:
+        held = self._held[group_id]
+        held.uses += 1
+        held.last_use = lease_id
+        self._totals["uses"] += 1
+        if held.lease != NO_ID:
+            self._release(group_id)
+
+    def _commit(self, group_id: bytes, lease_id: bytes) -> None:
+        held = self._held[group_id]
+        if held.lease != NO_ID:
+            self._end_lease(held)
+        else:
+            self._take(held.ref)
+        self._totals["uses"] += 1
+        self._drop(held, lease_id, "committed")
+
+    def _evict(self, group_id: bytes) -> None:
+        held = self._held[group_id]
+        self._take(held.ref)
+        self._drop(held, NO_ID, "evicted")
+
+    def _quarantine(self, group_id: bytes) -> None:
+        held = self._held.pop(group_id)
+        if held.lease != NO_ID:
+            self._end_lease(held)
+        else:
+            self._take(held.ref)
+        self._forget(group_id, NO_ID)
+        self._totals["quarantined"] += 1
+
+    def _drop(self, held: Held, lease_id: bytes, fate: str) -> None:
+        ref = held.ref
+        del self._held[ref.group_id]
+        self._segments.drop(held.entry.segment)
+        self._forget(ref.group_id, lease_id)
+        self._totals[fate] += 1
+        self._totals[f"{fate}_rows"] += ref.num_rows
+        self._totals[f"{fate}_tokens"] += ref.num_tokens
+        if ref.reward_mean == ref.reward_mean:
+            self._totals[f"{fate}_reward"] += ref.reward_mean
+
+    def _forget(self, group_id: bytes, lease_id: bytes) -> None:
+        self._gone[group_id] = lease_id
+        if len(self._gone) > NUM_REMEMBERED_IDS:
+            del self._gone[next(iter(self._gone))]
+
+    def _end_lease(self, held: Held) -> None:
+        self._leases[held.lease].pop(held.ref.group_id, None)
+        self._end_if_empty(held.lease)
+        held.lease = NO_ID
+        self._leased_bytes -= held.ref.nbytes
+
+    def _end_if_empty(self, lease_id: bytes) -> None:
+        if not self._leases.get(lease_id):
+            self._leases.pop(lease_id, None)
+            self._deadlines.pop(lease_id, None)
+
+    def _make_free(self, ref: GroupRef) -> None:
+        insort(self._free, (ref.number, ref.group_id))
+        self._by_version.setdefault(ref.min_version, {})[ref.group_id] = None
+        self._count_free(ref, 1)
 
     def _take(self, ref: GroupRef) -> None:
         del self._free[bisect_left(self._free, (ref.number, ref.group_id))]
+        ids = self._by_version[ref.min_version]
+        del ids[ref.group_id]
+        if not ids:
+            del self._by_version[ref.min_version]
+        self._count_free(ref, -1)
 
-    def _drop(self, group_id: bytes) -> None:
-        self._held_bytes -= self._held.pop(group_id).ref.nbytes
-        self._gone[group_id] = None
-        if len(self._gone) > NUM_REMEMBERED_IDS:
-            del self._gone[next(iter(self._gone))]
+    def _count_free(self, ref: GroupRef, sign: int) -> None:
+        self._free_totals["rows"] += sign * ref.num_rows
+        self._free_totals["tokens"] += sign * ref.num_tokens
+        self._free_totals["bytes"] += sign * ref.nbytes
+
+

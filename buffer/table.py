@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from asyncrl.buffer.schema import SCHEMA, group_to_batch
+from asyncrl.buffer.schema import SCHEMA, groups_to_batch
 from asyncrl.types import Group
 
 
 def groups_to_table(groups: Iterable[Group]) -> pa.Table:
     """One row per rollout, in order; the columns of `schema.SCHEMA`."""
-    return pa.Table.from_batches([group_to_batch(group) for group in groups], schema=SCHEMA)
+    return pa.Table.from_batches([groups_to_batch([group]) for group in groups], schema=SCHEMA)
 
 
 def write_parquet(path: str | os.PathLike[str], groups: Iterable[Group]) -> None:

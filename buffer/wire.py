@@ -1,4 +1,5 @@
-"""Messages between clients and shards: a JSON header, then frames of Arrow IPC bytes. Nothing is ever unpickled.
+"""Messages between clients and shards: a JSON header, then frames of records, ids or Arrow messages. Nothing is ever
+unpickled.
 
 A request is {"wire", "id", "op", ...fields} plus frames; its reply repeats the id and has "ok": true with results, or
 "ok": false with "error". Requests of one client reach a shard in order, each is answered once, and an answer that
@@ -12,16 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
+from asyncrl.buffer.schema import SCHEMA_VERSION
 from asyncrl.errors import ReplayBufferError
-from asyncrl.types import GroupRef
 
-WIRE_VERSION = 1
+PROTOCOL = f"2, trajectory schema {SCHEMA_VERSION}"
 MAX_FRAME_BYTES = 1 << 30
 """A peer that sends a larger frame is disconnected: a bound on what a stray connection can make a shard allocate."""
-
-_REF_INTEGERS = ("number", "num_rows", "num_tokens", "max_tokens", "min_version", "nbytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +37,27 @@ class Message:
     def items(self, name: str) -> list[Any]:
         return _typed(self.header, name, list)
 
-    def ids(self, name: str) -> list[bytes]:
-        return [_group_id(item) for item in self.items(name)]
+    def number(self, name: str) -> float:
+        return float(_typed(self.header, name, (int, float)))
 
-    def refs(self, name: str, *, shard: int) -> list[GroupRef]:
-        return [ref_from_dict(item, shard=shard) for item in self.items(name)]
+    def identity(self, name: str) -> bytes:
+        """A field of 16 bytes, written as hex."""
+        return identity(self.text(name))
+
+    def frame(self) -> memoryview:
+        """The only frame after the header."""
+        if len(self.payloads) != 1:
+            raise ReplayBufferError(f"expected one frame after the header; got {len(self.payloads)}")
+        return self.payloads[0]
+
+    def ids(self) -> list[bytes]:
+        """The ids in the only frame."""
+        return split_ids(self.frame())
 
 
 def pack(header: Mapping[str, Any], payloads: Sequence[Any] = ()) -> list[Any]:
     """Frames of a message, without the routing frame."""
-    return [json.dumps({"wire": WIRE_VERSION, **header}, separators=(",", ":")).encode(), *payloads]
+    return [json.dumps({"wire": PROTOCOL, **header}, separators=(",", ":")).encode(), *payloads]
 
 
 def unpack(frames: Sequence[Any]) -> Message:
@@ -62,51 +70,35 @@ def unpack(frames: Sequence[Any]) -> Message:
         raise ReplayBufferError(f"message header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise ReplayBufferError(f"message header is not a JSON object but {type(header).__name__}")
-    if header.get("wire") != WIRE_VERSION:
+    if header.get("wire") != PROTOCOL:
         raise ReplayBufferError(
-            f"unknown buffer protocol version {header.get('wire')!r}; this side speaks {WIRE_VERSION}: "
+            f"unknown buffer protocol version {header.get('wire')!r}; this side speaks {PROTOCOL}: "
             "use the same asyncrl on every machine of the run"
         )
     return Message(header, list(frames[1:]))
 
 
-def checksum(payload: Any) -> str:
-    """xxh3 of a payload, as 16 hex digits. Made by the writer, checked by the shard and by every reader."""
-    return xxhash.xxh3_64_hexdigest(payload)
+def split_ids(frame: Any) -> list[bytes]:
+    """Ids of 16 bytes that were joined to one frame."""
+    data = bytes(frame)
+    if len(data) % 16:
+        raise ReplayBufferError(f"a frame of ids has a multiple of 16 bytes; got {len(data)}")
+    return [data[at : at + 16] for at in range(0, len(data), 16)]
 
 
-def verify(payload: Any, expected: str, *, what: str) -> None:
-    """Raises ReplayBufferError when the payload is not the one whose checksum was recorded."""
-    found = checksum(payload)
-    if found != expected:
-        raise ReplayBufferError(f"{what} is corrupted: xxh3 checksum {found}, recorded {expected}")
-
-
-def ref_to_dict(ref: GroupRef) -> dict[str, Any]:
-    """JSON form of a reference, without the shard: that is the position in the reader's own address list."""
-    return {"group_id": ref.group_id.hex(), **{name: getattr(ref, name) for name in _REF_INTEGERS}}
-
-
-def ref_from_dict(value: Any, *, shard: int) -> GroupRef:
-    """Inverse of ref_to_dict."""
-    if not isinstance(value, dict):
-        raise ReplayBufferError(f"a group reference is a JSON object; got {type(value).__name__}")
-    integers = {name: _typed(value, name, int) for name in _REF_INTEGERS}
-    return GroupRef(shard=shard, group_id=_group_id(value.get("group_id")), **integers)
-
-
-def _group_id(value: Any) -> bytes:
+def identity(text: str) -> bytes:
+    """16 bytes from hex."""
     try:
-        group_id = bytes.fromhex(value)
-    except (TypeError, ValueError):
-        group_id = b""
-    if len(group_id) != 16:
-        raise ReplayBufferError(f"a group id is 32 hex digits; got {str(value)[:80]!r}")
-    return group_id
+        value = bytes.fromhex(text)
+    except ValueError:
+        value = b""
+    if len(value) != 16:
+        raise ReplayBufferError(f"an identity is 32 hex digits; got {text[:80]!r}")
+    return value
 
 
-def _typed(header: Mapping[str, Any], name: str, kind: type) -> Any:
+def _typed(header: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
     value = header.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ReplayBufferError(f"message field {name!r} must be {kind.__name__}; got {str(value)[:80]!r}")
+        raise ReplayBufferError(f"message field {name!r} must be {kind}; got {str(value)[:80]!r}")
     return value

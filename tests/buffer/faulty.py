@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from asyncrl.buffer import ShardAddress
-from asyncrl.buffer.shard import ShardService
+from asyncrl.buffer.shard import IDENTITY, ShardService
+from asyncrl.buffer.store import GroupStore
 
 Tamper = Callable[[list[Any], list[Any]], list[Any] | None]
 
 
 @contextmanager
-def faulty_shard(tamper: Tamper) -> Iterator[ShardAddress]:
-    """`tamper(request, reply)` returns the frames to send instead of the reply; None sends nothing."""
+def faulty_shard(tamper: Tamper, *, local: bool = True) -> Iterator[ShardAddress]:
+    """`tamper(request, reply)` returns the frames to send instead of the reply; None sends nothing.
+
+    local: clients find the shard's files; otherwise everything goes over the socket.
+    """
+    directory = Path(tempfile.mkdtemp())
+    store = GroupStore(directory)
+    if local:
+        (directory / IDENTITY).write_text(json.dumps({"token": "t", "port": 1}))
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     stopping = threading.Event()
 
     def serve() -> None:
-        service = ShardService()
+        service = ShardService(store, token="t")
         while not stopping.is_set():
             if router.poll(20):
                 client, *request = router.recv_multipart()
@@ -41,3 +53,4 @@ def faulty_shard(tamper: Tamper) -> Iterator[ShardAddress]:
         stopping.set()
         thread.join()
         context.term()
+        shutil.rmtree(directory)

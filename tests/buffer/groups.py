@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import xxhash
 
+from asyncrl.buffer.schema import encode_group
+from asyncrl.buffer.store import GroupStore
 from asyncrl.types import Group, Rollout
 
 
@@ -53,3 +56,21 @@ def assert_same_fields(found: object, expected: object, *, skip: str = "") -> No
             np.testing.assert_array_equal(a, b, err_msg=field.name)
         else:
             assert a == b or (a != a and b != b), field.name
+
+
+def lease_id(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def put(store: GroupStore, number: int = 0, *, group: Group | None = None, full_ok: bool = False, **make) -> bytes | None:
+    """Append a new group; its id. None when the shard is full and that is expected."""
+    encoded = encode_group(make_group(number, **make) if group is None else group)
+    stored = store.append_message(encoded.message, checksum=xxhash.xxh3_64_intdigest(encoded.message))
+    assert stored or (full_ok and stored is None)
+    return encoded.ref.group_id if stored else None
+
+
+def offered(store: GroupStore, num: int, *, policy_version: int = 0, max_staleness: int = 0, **sampling) -> list[int]:
+    """Numbers of the groups that the store offers."""
+    offers = store.offer(num, policy_version=policy_version, max_staleness=max_staleness, **sampling)
+    return [ref.number for _, ref in offers]

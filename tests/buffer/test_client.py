@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer import ReplayBuffer, ShardAddress, ShardServer
+from asyncrl.buffer import ReplayBuffer, Sampling, ShardAddress, ShardServer, StoreSettings
 from asyncrl.buffer.wire import pack
 from asyncrl.errors import ReplayBufferError
 from tests.buffer.faulty import faulty_shard
@@ -48,15 +50,13 @@ def test_groups_come_back_as_they_were_appended(buffer: ReplayBuffer):
 
 
 def test_the_lowest_numbers_of_all_shards_are_leased_first(addresses: list[ShardAddress]):
-    with ReplayBuffer(addresses, prefer=0) as first, ReplayBuffer(addresses, prefer=1) as second:
-        for number in (8, 1, 4):
-            first.append(make_group(number))
-        for number in (3, 9, 2):
-            second.append(make_group(number))
-        lease = first.lease(4, **NOW)
+    with ReplayBuffer(addresses[:1]) as one, ReplayBuffer(addresses[1:]) as two, ReplayBuffer(addresses) as both:
+        one.append_many([make_group(number) for number in (8, 1, 4)])
+        two.append_many([make_group(number) for number in (3, 9, 2)])
+        lease = both.lease(4, **NOW)
         assert lease is not None
         assert [(ref.number, ref.shard) for ref in lease.refs] == [(1, 0), (2, 1), (3, 1), (4, 0)]
-        rest = second.lease(2, **NOW)
+        rest = both.lease(2, **NOW)
         assert rest is not None and [ref.number for ref in rest.refs] == [8, 9]
 
 
@@ -75,9 +75,9 @@ def test_committed_groups_are_gone_and_released_ones_return(buffer: ReplayBuffer
     first, second = buffer.lease(2, **NOW), buffer.lease(2, **NOW)
     assert first is not None and second is not None and buffer.lease(1, **NOW) is None
     for _ in range(2):
-        buffer.commit(first.lease_id)
-        buffer.release(second.lease_id)
-    with pytest.raises(ReplayBufferError, match=r"refused read: group .* was committed or evicted"):
+        buffer.commit(first)
+        buffer.release(second)
+    with pytest.raises(ReplayBufferError, match=r"refused locate: group .* is gone: committed, evicted"):
         buffer.read(first.refs)
     again = buffer.lease(2, **NOW)
     assert again is not None and again.refs == second.refs and again.lease_id != second.lease_id
@@ -92,10 +92,9 @@ def test_the_staleness_bound_holds_and_evictions_are_counted(buffer: ReplayBuffe
     assert (buffer.stats().groups, buffer.stats().evicted) == (4, 2)
     lease = buffer.lease(4, policy_version=3, max_staleness=2)
     assert lease is not None and {3 - ref.min_version for ref in lease.refs} == {1, 2}
-    buffer.release(lease.lease_id)
+    buffer.release(lease)
     evicted = buffer.evict(policy_version=3, max_staleness=1)
-    assert sorted(ref.number for ref in evicted) == [2, 3]
-    assert {ref.shard for ref in evicted} == {0, 1}
+    assert sorted(evicted) == sorted(make_group(n).group_id for n in (2, 3))
     assert buffer.stats().evicted == 4
 
 
@@ -129,6 +128,32 @@ def test_an_append_whose_answer_was_lost_may_be_repeated():
             buffer.append(make_group(0))
         assert buffer.append(make_group(0)) is False
         assert buffer.stats().appended == 1
+
+
+def test_a_request_without_an_answer_is_sent_again(monkeypatch: pytest.MonkeyPatch):
+    """As when the shard was killed and another process took its place."""
+    monkeypatch.setattr("asyncrl.buffer.connection.RESEND_S", 0.1)
+    lost: list[str] = []
+
+    def lose_everything_once(request, reply):
+        if op_of(request) not in lost:
+            lost.append(op_of(request))
+            return None
+        return reply
+
+    for local in (True, False):
+        lost.clear()
+        with faulty_shard(lose_everything_once, local=local) as address, ReplayBuffer([address]) as buffer:
+            for number in range(4):
+                buffer.append(make_group(number))
+            lease, rest = buffer.lease(2, **NOW), buffer.lease(1, **NOW)
+            assert lease is not None and rest is not None
+            assert [group.number for group in buffer.read(lease.refs)] == [0, 1]
+            buffer.commit(lease)
+            buffer.release(rest)
+            stats = buffer.stats()
+            assert (stats.appended, stats.committed, stats.groups, stats.is_balanced) == (4, 2, 2, True)
+            assert {"append" if local else "append_messages", "lease", "commit", "release"} <= set(lost)
 
 
 def test_a_repeated_append_goes_to_the_shard_that_may_have_it():
@@ -185,17 +210,35 @@ def test_a_lease_that_one_shard_does_not_answer_is_rolled_back_on_all():
 def test_a_reader_detects_corruption_on_the_way():
     def flip_a_bit(request, reply):
         if op_of(request) == "read":
-            payload = bytearray(reply[1])
+            payload = bytearray(reply[2])
             payload[-200] ^= 1
-            return [reply[0], bytes(payload)]
+            return [*reply[:2], bytes(payload)]
         return reply
 
-    with faulty_shard(flip_a_bit) as address, ReplayBuffer([address]) as buffer:
+    with faulty_shard(flip_a_bit, local=False) as address, ReplayBuffer([address]) as buffer:
         buffer.append(make_group(0))
         lease = buffer.lease(1, **NOW)
         assert lease is not None
-        with pytest.raises(ReplayBufferError, match=f"{address.endpoint} is corrupted"):
+        with pytest.raises(ReplayBufferError, match=rf"{address.endpoint} is corrupted.*own copy is intact, try again"):
             buffer.read(lease.refs)
+        assert buffer.stats().quarantined == 0
+
+
+def test_a_reader_detects_corruption_in_the_files_and_the_shard_gives_the_group_up(tmp_path: Path):
+    with ReplayBuffer.local(1, directory=str(tmp_path)) as buffer:
+        buffer.append_many([make_group(n, length=200) for n in range(3)])
+        (segment,) = tmp_path.glob("shard-0/*.open")
+        data = bytearray(segment.read_bytes())
+        data[-300] ^= 1  # in the last group
+        segment.write_bytes(data)
+        lease = buffer.lease(3, **NOW)
+        assert lease is not None
+        with pytest.raises(ReplayBufferError, match=r"group 2 .* is corrupted.*it was given up"):
+            buffer.read(lease.refs)
+        assert [g.number for g in buffer.read(lease.refs[:2])] == [0, 1]
+        buffer.commit(lease)
+        stats = buffer.stats()
+        assert (stats.quarantined, stats.committed, stats.leased_groups) == (1, 2, 0) and stats.is_balanced
 
 
 def test_a_dead_shard_is_named():
@@ -217,16 +260,14 @@ def test_a_closed_buffer_says_so():
         buffer.stats()
 
 
-def test_bad_arguments_are_refused(addresses: list[ShardAddress]):
+def test_bad_arguments_are_refused():
     with pytest.raises(ReplayBufferError, match="at least one shard"):
         ReplayBuffer([])
-    with pytest.raises(ReplayBufferError, match="prefer must be a shard, 0 to 1; got 2"):
-        ReplayBuffer(addresses, prefer=2)
 
 
 def test_concurrent_appends_from_threads_and_clients_all_arrive_once(addresses: list[ShardAddress]):
     groups = [make_group(number, length=50) for number in range(120)]
-    with ReplayBuffer(addresses) as one, ReplayBuffer(addresses, prefer=1) as two, ThreadPoolExecutor(8) as pool:
+    with ReplayBuffer(addresses) as one, ReplayBuffer(addresses) as two, ThreadPoolExecutor(8) as pool:
         stored = list(pool.map(lambda group: (one if group.number % 2 else two).append(group), groups))
         assert all(stored)
         lease = one.lease(120, **NOW)
@@ -236,7 +277,7 @@ def test_concurrent_appends_from_threads_and_clients_all_arrive_once(addresses: 
 
 
 def test_concurrent_appends_of_one_group_store_it_once(addresses: list[ShardAddress]):
-    clients = [ReplayBuffer(addresses, prefer=0) for _ in range(4)]
+    clients = [ReplayBuffer(addresses[:1]) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         stored = list(pool.map(lambda client: client.append(make_group(5)), clients * 5))
     assert stored.count(True) == 1
@@ -256,7 +297,7 @@ def test_concurrent_leases_never_share_a_group(addresses: list[ShardAddress]):
             lease = client.lease(2, **NOW)
             taken += [ref.number for ref in lease.refs] if lease else []
             if lease:
-                client.commit(lease.lease_id)
+                client.commit(lease)
         return taken
 
     with ThreadPoolExecutor(3) as pool:
@@ -280,3 +321,125 @@ def test_the_folder_cannot_be_imported_as_a_package_of_its_own():
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run([sys.executable, "-c", "import buffer"], capture_output=True, text=True, cwd=root)
     assert "import this package as asyncrl.buffer" in result.stderr
+
+
+def test_a_lease_comes_back_when_its_holder_dies_and_not_while_it_lives(addresses: list[ShardAddress]):
+    holder, other = ReplayBuffer(addresses), ReplayBuffer(addresses)
+    holder.append_many([make_group(n) for n in range(4)])
+    lease = holder.lease(4, **NOW, timeout_s=0.4)
+    assert lease is not None
+    time.sleep(1.0)
+    assert other.lease(1, **NOW) is None
+    holder.close()  # without a word about the lease
+    time.sleep(0.6)
+    again = other.lease(4, **NOW)
+    assert again is not None and again.refs == lease.refs
+    other.close()
+
+
+def test_batches_can_be_bounded_by_tokens(buffer: ReplayBuffer):
+    groups = [make_group(n, length=10 * (n + 1)) for n in range(5)]
+    buffer.append_many(groups)
+    tokens = [g.num_tokens for g in groups]
+    lease = buffer.lease(5, **NOW, max_tokens=sum(tokens[:3]) + 1)
+    assert lease is not None and [ref.number for ref in lease.refs] == [0, 1, 2]
+    buffer.release(lease)
+    one = buffer.lease(5, **NOW, max_tokens=1)
+    assert one is not None and [ref.number for ref in one.refs] == [0]
+
+
+@pytest.mark.parametrize("order", ["uniform", "prioritized"])
+def test_random_orders_do_not_prefer_a_shard(addresses: list[ShardAddress], order):
+    """Shard 0 holds 2 groups, shard 1 holds 6: each group is as likely as any other."""
+    counts = [0] * 8
+    with ReplayBuffer(addresses[:1]) as one, ReplayBuffer(addresses[1:]) as two, ReplayBuffer(addresses) as both:
+        rollout = {"reward": 1.0}
+        groups = [dataclasses.replace(g, rollouts=tuple(dataclasses.replace(r, **rollout) for r in g.rollouts)) for g in map(make_group, range(8))]
+        one.append_many(groups[:2])
+        two.append_many(groups[2:])
+        for _ in range(400):
+            lease = both.lease(2, **NOW, sampling=Sampling(order))
+            assert lease is not None
+            for ref in lease.refs:
+                counts[ref.number] += 1
+            both.release(lease)
+    assert all(60 < count < 145 for count in counts)
+
+
+def test_replay_uses_each_group_max_uses_times(buffer: ReplayBuffer):
+    buffer.append_many([make_group(n) for n in range(3)])
+    sampling = Sampling("uniform", max_uses=2)
+    for _ in range(3):
+        lease = buffer.lease(2, **NOW, sampling=sampling)
+        assert lease is not None
+        buffer.commit(lease)
+        buffer.commit(lease)
+        if buffer.stats().groups < 2:
+            break
+    stats = buffer.stats()
+    assert stats.uses == 6 - stats.groups and stats.is_balanced
+
+
+def test_a_drained_shard_takes_no_more_and_gives_what_it_has(addresses: list[ShardAddress]):
+    with ReplayBuffer(addresses) as buffer, ReplayBuffer(addresses) as other:
+        other.append_many([make_group(n) for n in range(4)])
+        buffer.drain_shard(0)
+        other.append_many([make_group(n) for n in range(4, 8)])
+        buffer.append_many([make_group(n) for n in range(8, 12)])
+        shards = buffer.stats().shards
+        assert (shards[0].appended, shards[1].appended) == (4, 8)
+        lease = buffer.lease(12, **NOW)
+        assert lease is not None and [ref.number for ref in lease.refs] == list(range(12))
+        buffer.drain_shard(1)
+        with pytest.raises(ReplayBufferError, match="every shard of the replay buffer is draining"):
+            buffer.append(make_group(20))
+
+
+def test_a_shard_that_is_added_is_used(addresses: list[ShardAddress]):
+    with ReplayBuffer(addresses[:1]) as buffer:
+        buffer.append_many([make_group(n) for n in range(3)])
+        assert buffer.add_shard(addresses[1]) == 1
+        buffer.append(make_group(3))
+        assert [shard.appended for shard in buffer.stats().shards] == [3, 1]
+        lease = buffer.lease(4, **NOW)
+        assert lease is not None and len(buffer.read(lease.refs)) == 4
+
+
+def test_a_full_buffer_waits_for_room_and_then_says_so(tmp_path: Path):
+    settings = StoreSettings(segment_bytes=20_000, capacity_bytes=50_000)
+    with ReplayBuffer.local(1, settings=settings) as local, ReplayBuffer(local.addresses, timeout_s=1.0) as buffer:
+        with pytest.raises(ReplayBufferError, match=r"the replay buffer is full: 1 groups found no room within 1 s"):
+            for number in range(30):
+                buffer.append(make_group(number, length=200))
+        lease = buffer.lease(3, **NOW)
+        assert lease is not None
+        threading.Timer(0.3, buffer.commit, [lease]).start()
+        assert buffer.append(make_group(99, length=200))
+        assert buffer.stats().is_balanced
+
+
+def test_a_group_larger_than_a_segment_is_stored_too(tmp_path: Path):
+    with ReplayBuffer.local(1, settings=StoreSettings(segment_bytes=20_000)) as buffer:
+        groups = [make_group(0), make_group(1, length=40_000), make_group(2)]
+        buffer.append_many(groups)
+        lease = buffer.lease(3, **NOW)
+        assert lease is not None
+        for found, expected in zip(buffer.read(lease.refs), groups, strict=True):
+            assert_same_group(found, expected)
+
+
+def test_over_the_socket_groups_are_the_same_and_no_files_are_touched():
+    groups = [make_group(n, length=300) for n in range(5)]
+    with faulty_shard(lambda request, reply: reply, local=False) as address, ReplayBuffer([address]) as buffer:
+        assert buffer.append_many(groups) == [True] * 5
+        lease = buffer.lease(5, **NOW)
+        assert lease is not None
+        for found, expected in zip(buffer.read(lease.refs), groups, strict=True):
+            assert_same_group(found, expected)
+
+
+def test_one_refused_group_does_not_harm_the_others(buffer: ReplayBuffer):
+    buffer.advance(3)
+    with pytest.raises(ReplayBufferError, match=r"1 of 3 groups were refused: group 1 has tokens of policy version 9"):
+        buffer.append_many([make_group(0), make_group(1, version=9), make_group(2)])
+    assert buffer.stats().appended == 2

@@ -33,7 +33,7 @@ def test_the_right_keys_are_served(address: ShardAddress, client_keys: CurveKeys
 def test_an_unknown_client_key_gets_nothing(address: ShardAddress):
     with (
         ReplayBuffer([address], client_keys=new_keys(), timeout_s=0.5) as buffer,
-        pytest.raises(ReplayBufferError, match=r"did not answer append.*keys and the client's"),
+        pytest.raises(ReplayBufferError, match=r"did not answer hello.*keys and the client's"),
     ):
         buffer.append(make_group(1))
 
@@ -74,7 +74,7 @@ def test_nothing_of_the_refused_clients_was_stored(address: ShardAddress, client
 )
 def test_a_host_that_is_not_loopback_needs_keys(host: str, match: str):
     with pytest.raises(ReplayBufferError, match=match):
-        ShardServer(host)
+        ShardServer(host=host)
     endpoint = f"tcp://[{host}]:1" if ":" in host else f"tcp://{host}:1"
     with pytest.raises(ReplayBufferError, match=match):
         ReplayBuffer([ShardAddress(endpoint, None)])
@@ -90,7 +90,7 @@ def test_malformed_addresses_and_keys_are_refused(client_keys: CurveKeys):
 
 
 def test_an_interface_that_is_not_here_is_reported(client_keys: CurveKeys):
-    server = ShardServer("192.0.2.1", keys=ServerKeys(own=new_keys(), clients=(client_keys.public,)))
+    server = ShardServer(host="192.0.2.1", keys=ServerKeys(own=new_keys(), clients=(client_keys.public,)))
     with pytest.raises(ReplayBufferError, match=r"cannot listen on 192.0.2.1"):
         server.start()
 

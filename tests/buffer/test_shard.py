@@ -6,16 +6,21 @@ import json
 import logging
 import pickle
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
+import xxhash
 import zmq
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.buffer import ReplayBuffer, ShardServer
+from asyncrl.buffer.records import Entry, pack_entry
 from asyncrl.buffer.schema import encode_group
 from asyncrl.buffer.shard import ShardService
-from asyncrl.buffer.wire import checksum, pack, unpack
+from asyncrl.buffer.store import GroupStore
+from asyncrl.buffer.wire import pack, unpack
 from asyncrl.errors import ReplayBufferError
 from tests.buffer.groups import make_group
 
@@ -32,7 +37,11 @@ class Bomb:
         return (pytest.fail, ("unpickled",))
 
 
-PAYLOAD = encode_group(make_group(0)).to_pybytes()
+PAYLOAD = encode_group(make_group(0)).message.to_pybytes()
+CHECKSUM = f"{xxhash.xxh3_64_intdigest(PAYLOAD):016x}"
+JUNK = f"{xxhash.xxh3_64_intdigest(b'junk'):016x}"
+ENTRY = pack_entry(Entry(encode_group(make_group(0)).ref, 7, 1600, 0, 0))
+ID = "0" * 32
 MALFORMED = [
     ([], "empty message"),
     ([b""], "not JSON"),
@@ -42,34 +51,53 @@ MALFORMED = [
     ([b"[1, 2]"], "not a JSON object but list"),
     ([b'{"id": 1, "op": "stats"}'], "unknown buffer protocol version None"),
     ([b'{"wire": 99, "id": 1, "op": "stats"}'], "unknown buffer protocol version 99"),
-    (pack({"op": "stats"}), "'id' must be int"),
-    (pack({"id": 1}), "'op' must be str"),
+    (pack({"op": "stats"}), "'id' must be"),
+    (pack({"id": 1}), "'op' must be"),
     (pack({"id": 1, "op": "__class__"}), "unknown operation '__class__'"),
-    (pack({"id": 1, "op": "append", "checksum": "x"}), "append takes one group; got 0 frames"),
-    (pack({"id": 1, "op": "append", "checksum": "x"}, [PAYLOAD, PAYLOAD]), "got 2 frames"),
-    (pack({"id": 1, "op": "append"}, [PAYLOAD]), "'checksum' must be str"),
-    (pack({"id": 1, "op": "append", "checksum": checksum(b"junk")}, [b"junk"]), "not an Arrow IPC stream"),
-    (pack({"id": 1, "op": "append", "checksum": checksum(PAYLOAD)}, [PAYLOAD[:-9]]), "corrupted"),
-    (pack({"id": 1, "op": "read", "group_ids": ["zz"]}), "32 hex digits"),
-    (pack({"id": 1, "op": "read", "group_ids": "zz"}), "'group_ids' must be list"),
-    (pack({"id": 1, "op": "read", "group_ids": [None]}), "32 hex digits"),
-    (pack({"id": 1, "op": "read", "group_ids": ["0" * 32]}), "not in this shard"),
-    (pack({"id": 1, "op": "peek", "num_groups": True, "policy_version": 0, "max_staleness": 0}), "must be int"),
-    (pack({"id": 1, "op": "lease", "lease_id": [], "group_ids": []}), "'lease_id' must be str"),
+    (pack({"id": 1, "op": "append", "writer": ID}), "expected one frame after the header; got 0"),
+    (pack({"id": 1, "op": "append", "writer": "me"}, [ENTRY]), "an identity is 32 hex digits; got 'me'"),
+    (pack({"id": 1, "op": "append", "writer": ID}, [ENTRY[:-1]]), "a buffer record has 128 bytes; got 127"),
+    (pack({"id": 1, "op": "append", "writer": ID}, [ENTRY[:-1] + b"x"]), "a buffer record is damaged"),
+    (pack({"id": 1, "op": "append_messages", "checksums": [CHECKSUM]}), "0 groups came with 1 checksums"),
+    (pack({"id": 1, "op": "append_messages"}, [PAYLOAD]), "'checksums' must be"),
+    (pack({"id": 1, "op": "grant", "writer": ID, "num_bytes": -1, "seal": -1}), "num_bytes must be"),
+    (pack({"id": 1, "op": "locate"}, [b"short"]), "multiple of 16 bytes; got 5"),
+    (pack({"id": 1, "op": "read"}, [bytes(16)]), "not in this shard"),
+    (pack({"id": 1, "op": "offer", "num_groups": True, "policy_version": 0, "max_staleness": 0}), "must be"),
+    (pack({"id": 1, "op": "lease", "lease": []}, [bytes(16)]), "'lease' must be"),
+    (pack({"id": 1, "op": "snapshot_state"}), "writes no snapshot"),
+]
+REFUSED = [
+    (pack({"id": 1, "op": "append_messages", "checksums": [7]}, [PAYLOAD]), "a checksum is 16 hex digits"),
+    (pack({"id": 1, "op": "append", "writer": ID}, [ENTRY]), "segment 7 of this shard is not open for this writer"),
+    (pack({"id": 1, "op": "append_messages", "checksums": [JUNK]}, [b"junk"]), "not an Arrow record batch message"),
+    (pack({"id": 1, "op": "append_messages", "checksums": [CHECKSUM]}, [PAYLOAD[:-9]]), "corrupted"),
 ]
 
 
+@pytest.fixture
+def service(tmp_path: Path) -> ShardService:
+    return ShardService(GroupStore(tmp_path))
+
+
+@pytest.mark.parametrize(("frames", "match"), REFUSED)
+def test_a_group_that_is_not_as_described_is_refused_alone(service: ShardService, frames: list, match: str):
+    reply = unpack(service.handle(frames))
+    assert reply.header["ok"] and match in reply.header["results"][0]
+    assert service.store.stats().appended == 0
+
+
 @pytest.mark.parametrize(("frames", "match"), MALFORMED)
-def test_a_malformed_request_gets_an_error_reply(frames: list, match: str):
-    reply = unpack(ShardService().handle(frames))
+def test_a_malformed_request_gets_an_error_reply(service: ShardService, frames: list, match: str):
+    reply = unpack(service.handle(frames))
     assert reply.header["ok"] is False and match in reply.header["error"]
     assert reply.payloads == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.binary(max_size=40), max_size=3))
-def test_random_frames_never_raise(frames: list[bytes]):
-    assert unpack(ShardService().handle(frames)).header["ok"] is False
+def test_random_frames_never_raise(service: ShardService, frames: list[bytes]):
+    assert unpack(service.handle(frames)).header["ok"] is False
 
 
 @settings(max_examples=150, deadline=None)
@@ -78,12 +106,15 @@ def test_a_damaged_group_with_a_right_checksum_is_refused_or_stored_whole(edits:
     damaged = bytearray(PAYLOAD)
     for position, value in edits:
         damaged[position] = value
-    service = ShardService()
-    frames = pack({"id": 1, "op": "append", "checksum": checksum(damaged)}, [bytes(damaged)])
-    logging.disable(logging.ERROR)
-    reply = unpack(service.handle(frames))
-    logging.disable(logging.NOTSET)
-    assert service.store.stats().appended == int(reply.header["ok"])
+    checksum = f"{xxhash.xxh3_64_intdigest(damaged):016x}"
+    frames = pack({"id": 1, "op": "append_messages", "checksums": [checksum]}, [bytes(damaged)])
+    with tempfile.TemporaryDirectory() as directory:
+        service = ShardService(GroupStore(Path(directory)))
+        logging.disable(logging.ERROR)
+        reply = unpack(service.handle(frames))
+        logging.disable(logging.NOTSET)
+        stored = reply.header["ok"] and reply.header["results"] == [True]
+        assert service.store.stats().appended == int(stored)
 
 
 def test_garbage_on_the_socket_does_not_stop_the_shard(address):
@@ -102,8 +133,7 @@ def test_garbage_on_the_socket_does_not_stop_the_shard(address):
         assert buffer.append(make_group(0)) and buffer.stats().groups == 1
 
 
-def test_a_bug_in_an_operation_is_answered_and_logged(caplog: pytest.LogCaptureFixture):
-    service = ShardService()
+def test_a_bug_in_an_operation_is_answered_and_logged(service: ShardService, caplog: pytest.LogCaptureFixture):
     service.operations["stats"] = lambda message: 1 / 0  # type: ignore[assignment,return-value]
     reply = unpack(service.handle(pack({"id": 7, "op": "stats"})))
     assert reply.header["id"] == 7 and reply.header["error"] == "ZeroDivisionError: division by zero"

@@ -32,7 +32,7 @@ def test_parquet_keeps_the_rows_and_the_version(tmp_path: Path):
     write_parquet(path, groups())
     found = pq.read_table(path)
     assert found.to_pylist() == groups_to_table(groups()).to_pylist()
-    assert found.schema.metadata[VERSION_KEY] == b"1"
+    assert found.schema.metadata[VERSION_KEY] == b"2"
     assert [p.name for p in tmp_path.iterdir()] == ["rollouts.parquet"]
 
 

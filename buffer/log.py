@@ -1,0 +1,86 @@
+"""The log of one shard: what happened to its groups, in order, so that a new process continues where a killed one was.
+
+A record that was not written whole ends the log: what it stood for was never acknowledged. Compaction replaces the
+file by the records that lead to the present state, under a temporary name and a rename, so that either one is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from asyncrl.buffer.records import RECORD_BYTES, Record, is_intact, unpack_record
+from asyncrl.buffer.segments import pwrite_all
+from asyncrl.errors import ReplayBufferError
+
+COMPACT_FROM = 1 << 14
+"""A log shorter than this many records is never compacted."""
+
+
+class ShardLog:
+    """Appends records to a file; read() gives those of an earlier process. Used by one thread."""
+
+    def __init__(self, path: Path, *, sync: bool) -> None:
+        self._path = path
+        self._sync = sync
+        self._fd = self._open(path)
+        self._end = os.fstat(self._fd).st_size
+        self._compacted = 0
+
+    @property
+    def num_records(self) -> int:
+        return self._end // RECORD_BYTES
+
+    @property
+    def is_long(self) -> bool:
+        """Whether most of the log is likely history that no longer matters."""
+        return self.num_records > max(COMPACT_FROM, 4 * self._compacted)
+
+    def read(self) -> Iterator[Record]:
+        """The records so far; a torn end is cut off. Raises ReplayBufferError when one in the middle is damaged."""
+        data = memoryview(os.pread(self._fd, self._end, 0))
+        whole = [data[at : at + RECORD_BYTES] for at in range(0, len(data) - RECORD_BYTES + 1, RECORD_BYTES)]
+        while whole and not is_intact(whole[-1]):
+            whole.pop()
+        for index, record in enumerate(whole):
+            try:
+                yield unpack_record(record)
+            except ReplayBufferError as error:
+                raise ReplayBufferError(f"{self._path}, record {index}: {error}") from error
+        self._end = len(whole) * RECORD_BYTES
+        os.ftruncate(self._fd, self._end)
+
+    def write(self, records: bytes) -> None:
+        """Append whole records. Raises ReplayBufferError, with the log as before, when there is no room."""
+        pwrite_all(self._fd, records, self._end)
+        if self._sync:
+            os.fdatasync(self._fd)
+        self._end += len(records)
+
+    def compact(self, records: Iterable[bytes]) -> None:
+        """Replace the whole log by these records."""
+        data = b"".join(records)
+        temporary = self._path.with_name(self._path.name + ".new")
+        temporary.unlink(missing_ok=True)
+        fd = self._open(temporary)
+        try:
+            pwrite_all(fd, data, 0)
+            if self._sync:
+                os.fsync(fd)
+            temporary.replace(self._path)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(self._fd)
+        self._fd, self._end, self._compacted = fd, len(data), len(data) // RECORD_BYTES
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    @staticmethod
+    def _open(path: Path) -> int:
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ReplayBufferError(f"the buffer's log {path} cannot be opened: {error.strerror}") from error

@@ -1,0 +1,241 @@
+"""Which segments a shard has: granted to writers, sealed, spilled to disk, or empty and waiting to be used again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from asyncrl.buffer.records import NO_ID, Entry, Kind, pack_event
+from asyncrl.buffer.segments import OPEN, PREFIX, SEALED, aligned, open_segment, seal_segment, segment_path
+from asyncrl.errors import ReplayBufferError
+
+Durability = Literal["memory", "disk", "fsync"]
+NUM_RECYCLED = 8
+RECYCLED = ".recycled"
+
+
+@dataclass(slots=True)
+class Segment:
+    """One segment file.
+
+    Attributes:
+        used: end of the last message, in bytes.
+        blocks: (offset, metadata, body) bytes of every message that was ever acknowledged, for the footer.
+        num_live: groups that are still held, and copies of the segment in progress; at 0 a sealed segment is recycled.
+        writer: who may append; NO_ID when sealed.
+    """
+
+    number: int
+    path: str
+    capacity: int
+    writer: bytes
+    used: int = len(PREFIX)
+    num_live: int = 0
+    spilled: bool = False
+    blocks: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        return self.writer != NO_ID
+
+
+class SegmentTable:
+    """All segments of one shard, in `directory`.
+
+    Args:
+        segment_bytes: size of a segment; a group that is larger gets a segment of its own.
+        capacity_bytes: most bytes of all segments that hold or may get groups.
+        memory_bytes: beyond this, sealed segments move to spill_dir, oldest first.
+        keep: never recycle: every trajectory of the run stays on disk.
+        log: writes records, before anything depends on them.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        segment_bytes: int,
+        capacity_bytes: int,
+        memory_bytes: int | None,
+        spill_dir: Path | None,
+        keep: bool,
+        sync: bool,
+        log: Callable[[bytes], None],
+    ) -> None:
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._capacity_bytes = capacity_bytes
+        self._memory_bytes = memory_bytes
+        self._spill_dir = spill_dir
+        self._keep = keep
+        self._sync = sync
+        self._log = log
+        self._segments: dict[int, Segment] = {}
+        self._recycled: list[str] = []
+        self._last = 0
+        self._recovering = True
+
+    def __getitem__(self, number: int) -> Segment:
+        return self._segments[number]
+
+    def get(self, number: int) -> Segment | None:
+        return self._segments.get(number)
+
+    def open_segments(self) -> Iterator[Segment]:
+        return (s for s in list(self._segments.values()) if s.is_open)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Of all segments that hold groups or may get them; those on disk under `keep` that hold none are not counted."""
+        return sum(s.capacity if s.is_open else s.used for s in self._segments.values() if s.is_open or s.num_live)
+
+    @property
+    def recycled_bytes(self) -> int:
+        return sum(os.path.getsize(path) for path in self._recycled)
+
+    def grant(self, writer: bytes, num_bytes: int) -> Segment | None:
+        """A segment with room for a message of that size, for this writer alone; None when the shard is full."""
+        capacity = max(self._segment_bytes, len(PREFIX) + aligned(num_bytes))
+        if self.bytes_in_use + capacity > self._capacity_bytes:
+            return None
+        number = self._last + 1
+        path = segment_path(self._directory, number, sealed=False)
+        open_segment(path, self._recycled[-1] if self._recycled else None)
+        self._recycled = self._recycled[:-1]
+        self._log(pack_event(Kind.GRANT, owner=writer, segment=number, number=capacity))
+        return self.granted(number, writer, capacity)
+
+    def granted(self, number: int, writer: bytes, capacity: int) -> Segment:
+        """Take note of a segment that was granted now, or by the process before this one."""
+        self._last = max(self._last, number)
+        path = segment_path(self._directory, number, sealed=False)
+        segment = self._segments[number] = Segment(number, path, capacity, writer)
+        return segment
+
+    def check(self, entry: Entry, writer: bytes) -> Segment:
+        """The segment that the entry lies in. Raises ReplayBufferError when this writer may not have written it there."""
+        segment = self._segments.get(entry.segment)
+        if segment is None or segment.writer != writer:
+            raise ReplayBufferError(f"segment {entry.segment} of this shard is not open for this writer any more")
+        if entry.offset < len(PREFIX) or entry.offset + entry.ref.nbytes > segment.capacity:
+            raise ReplayBufferError(
+                f"group {entry.ref.number} does not fit where it says it is: bytes {entry.offset} to "
+                f"{entry.offset + entry.ref.nbytes} of a segment of {segment.capacity}"
+            )
+        return segment
+
+    def add(self, entry: Entry) -> None:
+        """A group was appended."""
+        segment = self._segments[entry.segment]
+        segment.used = max(segment.used, entry.offset + aligned(entry.ref.nbytes))
+        segment.blocks.append((entry.offset, entry.metadata_length, entry.ref.nbytes - entry.metadata_length))
+        segment.num_live += 1
+
+    def drop(self, number: int) -> None:
+        """A group of this segment, or a copy in progress, is gone."""
+        segment = self._segments[number]
+        segment.num_live -= 1
+        if not segment.num_live and not segment.is_open and not self._recovering:
+            self._recycle(segment)
+
+    def seal(self, segment: Segment) -> None:
+        """No more groups go into this segment; its file becomes an Arrow IPC file."""
+        self._log(pack_event(Kind.SEAL, segment=segment.number))
+        segment.path = seal_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+        segment.writer = NO_ID
+        if segment.num_live:
+            self._spill_if_over_budget()
+        else:
+            self._recycle(segment)
+
+    def recover(self) -> None:
+        """After the records of an earlier process were replayed: put the files in the state that they say."""
+        self._recovering = False
+        for segment in list(self._segments.values()):
+            sealed = segment_path(self._directory, segment.number, sealed=True)
+            if segment.spilled:
+                segment.path = self._spilled_path(segment.number)
+            elif os.path.exists(sealed):
+                segment.path, segment.writer = sealed, NO_ID
+            elif not segment.is_open and os.path.exists(segment.path):
+                segment.path = seal_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+            if segment.is_open or segment.num_live:
+                continue
+            if os.path.exists(segment.path):
+                self._recycle(segment)
+            else:
+                del self._segments[segment.number]  # recycled before
+        known = {segment.path for segment in self._segments.values()}
+        for directory in (self._directory, self._spill_dir):
+            for path in () if directory is None or not directory.is_dir() else directory.iterdir():
+                if path.suffix == RECYCLED and directory == self._directory and str(path) not in self._recycled:
+                    self._recycled.append(str(path))
+                elif path.suffix in (SEALED, OPEN) and str(path) not in known:
+                    path.unlink()
+
+    def records(self) -> Iterator[bytes]:
+        """What a compacted log has to say about the segments, without their groups."""
+        for s in self._segments.values():
+            yield pack_event(Kind.GRANT, owner=s.writer, segment=s.number, number=s.capacity)
+
+    def seals(self) -> Iterator[bytes]:
+        """What it says after the groups."""
+        for s in self._segments.values():
+            if s.spilled:
+                yield pack_event(Kind.SPILL, segment=s.number)
+            elif not s.is_open:
+                yield pack_event(Kind.SEAL, segment=s.number)
+
+    def _recycle(self, segment: Segment) -> None:
+        if self._keep:
+            return
+        del self._segments[segment.number]
+        if segment.spilled or len(self._recycled) >= NUM_RECYCLED or segment.capacity > self._segment_bytes:
+            Path(segment.path).unlink(missing_ok=True)
+        else:
+            self._reuse(segment.path)
+
+    def _reuse(self, path: str) -> None:
+        """Keep the pages of a file for the next segment, under a name that no reader takes for a sealed one."""
+        name = os.path.join(self._directory, Path(path).stem + RECYCLED)
+        os.rename(path, name)
+        self._recycled.append(name)
+
+    def _spill_if_over_budget(self) -> None:
+        if self._memory_bytes is None:
+            return
+        in_memory = [s for s in self._segments.values() if not s.spilled]
+        excess = sum(s.capacity if s.is_open else s.used for s in in_memory) - self._memory_bytes
+        for segment in in_memory:
+            if excess <= 0:
+                return
+            if not segment.is_open:
+                excess -= segment.used
+                self._spill(segment)
+
+    def _spill(self, segment: Segment) -> None:
+        target = self._spilled_path(segment.number)
+        temporary = target + ".tmp"
+        try:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            shutil.copyfile(segment.path, temporary)
+            if self._sync:
+                with open(temporary, "rb") as file:
+                    os.fsync(file.fileno())
+            os.rename(temporary, target)
+        except OSError as error:
+            raise ReplayBufferError(f"a segment cannot be moved to {target}: {error.strerror}") from error
+        self._log(pack_event(Kind.SPILL, segment=segment.number))
+        if len(self._recycled) < NUM_RECYCLED:
+            self._reuse(segment.path)
+        else:
+            os.unlink(segment.path)
+        segment.path, segment.spilled = target, True
+
+    def _spilled_path(self, number: int) -> str:
+        assert self._spill_dir is not None
+        return segment_path(self._spill_dir, number, sealed=True)
