@@ -17,10 +17,12 @@ class Admission:
 
     Invariant: `outstanding` = tickets given - trained - lost, never negative, and never more than
     (max_staleness + 1) * groups_per_step. This bound is also the back-pressure: a learner that stops, stops generation.
+    With paced = False only the second limit holds: no more groups than the run still needs.
     """
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, num_steps: int) -> None:
+    def __init__(self, *, groups_per_step: int, max_staleness: int, num_steps: int, paced: bool = True) -> None:
         self.groups_per_step = groups_per_step
+        self.paced = paced
         self.max_staleness = max_staleness
         self.num_steps = num_steps
         self.policy_version = 0
@@ -31,7 +33,7 @@ class Admission:
         lag = self.policy_version - engine_version
         allowed = (self.max_staleness + 1 - lag) * self.groups_per_step
         needed = (self.num_steps - self.policy_version) * self.groups_per_step
-        return max(0, min(allowed, needed) - self.outstanding)
+        return max(0, (min(allowed, needed) if self.paced else needed) - self.outstanding)
 
     def start(self, num_groups: int) -> None:
         """Count groups whose tickets were given."""
@@ -43,7 +45,7 @@ class Admission:
         assert self.outstanding >= 0, "a group was lost twice"
 
     def train(self, num_groups: int) -> None:
-        """Count groups consumed by the optimizer step that makes the next version."""
+        """Count groups that left with the optimizer step that makes the next version."""
         self.outstanding -= num_groups
         assert self.outstanding >= 0, "a group was trained twice"
         self.policy_version += 1

@@ -148,6 +148,27 @@ class LearnersConfig(Section):
 class BufferConfig(Section):
     num_shards: PositiveInt = 2
     """Shard processes of the replay buffer."""
+    durability: Literal["memory", "disk", "fsync"] = "memory"
+    """Where trajectories lie. memory: shared memory, which survives the death of any process. disk: files in the run
+    folder, which survive the machine as far as its kernel has written them. fsync: on disk before a generator goes on."""
+    capacity_gb: PositiveFloat = 16.0
+    """Most gigabytes per shard; a full shard makes generators wait."""
+    memory_gb: PositiveFloat | None = None
+    """durability = "memory": gigabytes of shared memory per shard, beyond which the oldest trajectories move to the run
+    folder. Omitted: never."""
+    keep: bool = False
+    """durability = "disk" or "fsync": keep every trajectory of the run in its folder, also after training on it."""
+    sampling: Literal["fifo", "freshest", "uniform", "prioritized"] = "fifo"
+    """Which stored groups a step takes: oldest tickets first, newest policy versions first, any with equal chance, or
+    in proportion to the spread of their rewards."""
+    max_uses: PositiveInt = 1
+    """uniform and prioritized: how often a group is trained on."""
+    stale: Literal["pace", "drop", "wait"] = "pace"
+    """What keeps trajectories within max_staleness. pace: a group is started only if it can be trained in time, late
+    ones are dropped. drop: generators never wait, all that ages out is dropped. wait: groups are trained strictly in
+    the order of their tickets, the learners wait for slow ones, nothing is dropped."""
+    lease_timeout_s: PositiveFloat = 60.0
+    """A batch whose learners died is free again after this time."""
 
 
 class EvalConfig(Section):
@@ -218,9 +239,29 @@ class RLConfig(JobConfig):
                 f"[generators] max_concurrent_rollouts must hold one group ([algorithm] group_size) of {a.group_size}; "
                 f"got {self.generators.max_concurrent_rollouts}"
             )
+        problems += self._buffer_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _buffer_problems(self) -> list[str]:
+        b, problems = self.buffer, []
+        if b.keep and b.durability == "memory":
+            problems.append('[buffer] keep = true needs durability = "disk" or "fsync"')
+        if b.memory_gb is not None and b.durability != "memory":
+            problems.append(f'[buffer] memory_gb needs durability = "memory"; got "{b.durability}"')
+        if b.max_uses > 1 and b.sampling not in ("uniform", "prioritized"):
+            problems.append(
+                f'[buffer] max_uses = {b.max_uses} needs sampling = "uniform" or "prioritized"; got "{b.sampling}"'
+            )
+        if b.stale == "wait" and b.sampling != "fifo":
+            problems.append(f'[buffer] stale = "wait" needs sampling = "fifo"; got "{b.sampling}"')
+        if self.mode == "sync" and (b.sampling, b.max_uses, b.stale) != ("fifo", 1, "pace"):
+            problems.append(
+                'mode = "sync" trains each batch once, as it was generated: [buffer] sampling, max_uses and stale must '
+                "keep their defaults"
+            )
+        return problems
 
 
 class SFTConfig(JobConfig):

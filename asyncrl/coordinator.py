@@ -21,8 +21,9 @@ from typing import Any, Literal, Protocol
 
 from asyncrl.actors.generator import EvalResult
 from asyncrl.admission import Admission
-from asyncrl.buffer import BufferStats, Lease, ReplayBuffer, write_parquet
+from asyncrl.buffer import LEDGER, BufferStats, Lease, ReplayBuffer, Sampling, write_parquet
 from asyncrl.config import RLConfig
+from asyncrl.errors import ReplayBufferError
 from asyncrl.learners.assign import assign_groups
 from asyncrl.metrics import Metrics
 from asyncrl.progress import Progress
@@ -91,6 +92,7 @@ class Coordinator:
                 groups_per_step=config.algorithm.groups_per_step,
                 max_staleness=config.staleness_bound,
                 num_steps=config.steps,
+                paced=config.buffer.stale != "drop",
             ),
             PromptCursor(
                 prompts, group_size=config.algorithm.group_size, seed=config.seed, shuffle=config.data.shuffle
@@ -139,12 +141,15 @@ class Coordinator:
     async def _next_batch(self) -> Lease | None:
         """The lowest-numbered usable groups; None when the run was stopped meanwhile."""
         num_groups = self._config.algorithm.groups_per_step
+        settings = self._config.buffer
         while await self._stored_or_stopped(num_groups):
             lease = await asyncio.to_thread(
                 self._buffer.lease,
                 num_groups,
                 policy_version=self._version,
                 max_staleness=self._config.staleness_bound,
+                sampling=Sampling(settings.sampling, max_uses=settings.max_uses, seed=self._config.seed),
+                timeout_s=settings.lease_timeout_s,
             )
             self._supply = await asyncio.to_thread(self._buffer.stats)
             await self.tickets.count_evicted(self._supply.evicted - self.tickets.evicted)
@@ -155,7 +160,8 @@ class Coordinator:
 
     async def _stored_or_stopped(self, num_groups: int) -> bool:
         """Wait until that many groups are stored (True), or the run is being stopped (False)."""
-        stored = asyncio.create_task(self.tickets.wait_stored(num_groups))
+        in_order = self._config.buffer.stale == "wait"
+        stored = asyncio.create_task(self.tickets.wait_stored(num_groups, in_order=in_order))
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait([stored, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +175,10 @@ class Coordinator:
         return {
             "buffer/groups": self._supply.groups,
             "buffer/bytes": self._supply.bytes,
+            "buffer/held_bytes": self._supply.held_bytes,
             "buffer/fill": self.tickets.stored / capacity,
+            **{f"buffer/{name}": getattr(self._supply, name) for name in LEDGER},
+            **_selection_bias(self._supply),
             **{f"tickets/{name}": count for name, count in self.tickets.ledger().items()},
         }
 
@@ -187,9 +196,12 @@ class Coordinator:
 
     async def _advance(self, lease: Lease) -> None:
         """The optimizer has stepped: the groups are spent and the clock moves."""
-        await asyncio.to_thread(self._buffer.commit, lease.lease_id)
+        await asyncio.to_thread(self._buffer.commit, lease)
         self._version += 1
-        await self.tickets.count_trained(len(lease.refs))
+        await asyncio.to_thread(self._buffer.advance, self._version)
+        stats = await asyncio.to_thread(self._buffer.stats)
+        numbers = [ref.number for ref in lease.refs]
+        await self.tickets.count_trained(numbers, num_groups=stats.committed - self.tickets.trained)
 
     async def _sync_weights(self) -> None:
         """Publish this version and let every engine pull it; only sync mode waits until they have it.
@@ -252,6 +264,21 @@ class Coordinator:
         groups = await asyncio.to_thread(self._buffer.read, lease.refs[:NUM_SAMPLE_GROUPS])
         await asyncio.to_thread(write_parquet, self._run_folder.rollout_sample(self._version), groups)
 
+    async def _check_ledger(self) -> None:
+        """Every ticket and every stored group must be accounted for.
+
+        Raises:
+            ReplayBufferError: something was lost or counted twice: a bug, or damage that the shards' logs tell of.
+        """
+        stats = await asyncio.to_thread(self._buffer.stats)
+        ledger = self.tickets.ledger()
+        # A group that is being delivered may be in the buffer and still be in flight here.
+        unreported = stats.appended - (ledger["stored"] + ledger["trained"] + ledger["evicted"])
+        balanced = ledger["started"] == sum(ledger.values()) - ledger["started"]
+        if not (stats.is_balanced and balanced and 0 <= unreported <= ledger["in_flight"]):
+            raise ReplayBufferError(f"the ledger of this run does not balance: tickets {ledger}, buffer {stats}")
+        logger.info("the ledger balances: %s", ledger)
+
     async def _save(self, path: Path) -> None:
         await self._learners.save(path)
         self._progress.saved.append(str(path))
@@ -265,7 +292,19 @@ class Coordinator:
         if self._updates is not None:
             await self._updates
         await self._save(self._run_folder.model)
+        await self._check_ledger()
         self._progress.phase = "stopped" if self._stopping.is_set() else "done"
+
+
+def _selection_bias(supply: BufferStats) -> dict[str, float]:
+    """Mean length and reward of what was trained on and of what was dropped: dropping by age may prefer short answers."""
+    row: dict[str, float] = {}
+    for fate in ("committed", "evicted"):
+        num_groups, num_rows = getattr(supply, fate), getattr(supply, f"{fate}_rows")
+        if num_groups:
+            row[f"buffer/{fate}/length/mean"] = getattr(supply, f"{fate}_tokens") / num_rows
+            row[f"buffer/{fate}/reward/mean"] = getattr(supply, f"{fate}_reward") / num_groups
+    return row
 
 
 def _merge_evals(results: Sequence[EvalResult]) -> dict[str, float]:

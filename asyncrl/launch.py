@@ -6,9 +6,7 @@ coordinator, draw its progress until it ends. Every exit (end, error, Ctrl-C) go
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from asyncrl.buffer import StoreSettings, shared_memory
 from asyncrl.cluster import explain, get_all, num_hosts, num_local_gpus, ray_cluster, reserve
 from asyncrl.config import JobConfig, RLConfig
 from asyncrl.display import Display
@@ -95,7 +94,7 @@ class _Members:
         self.run_folder = run_folder
         self._group: PlacementGroup | None = None
         self._actors: dict[str, Any] = {}
-        self._weights_dir = Path(_shared_memory()) / f"asyncrl-{uuid.uuid4().hex[:12]}"
+        self._shared_dir = Path(shared_memory()) / f"asyncrl-{uuid.uuid4().hex[:12]}"
 
     def __enter__(self) -> _Members:
         return self
@@ -107,7 +106,7 @@ class _Members:
             ray.kill(actor)
         if self._group is not None:
             remove_placement_group(self._group)
-        shutil.rmtree(self._weights_dir, ignore_errors=True)
+        shutil.rmtree(self._shared_dir, ignore_errors=True)
 
     @property
     def coordinator(self) -> Any:
@@ -139,6 +138,8 @@ class _Members:
                 name,
                 ShardActor,
                 log=self.run_folder.log(name),
+                directory=self._shard_directory(config, name),
+                settings=self._store_settings(config, name),
                 keys=server_keys(clients),
             )
             for name in _names("shard", config.buffer.num_shards)
@@ -148,8 +149,8 @@ class _Members:
             name: self._spawn(name, GeneratorActor, name=name, log=self.run_folder.log(name))
             for name in _names("generator", config.generators.num)
         }
-        addresses = ray.get([s.start.remote() for s in shards])
-        wiring = Wiring(addresses, clients, str(self._weights_dir))
+        addresses = ray.get([s.address.remote() for s in shards])
+        wiring = Wiring(addresses, clients, str(self._shared_dir))
         starting = self._start_learners(config, learners, wiring=wiring)
         starting += [g.start.remote(config, wiring=wiring, coordinator=self.coordinator) for g in generators.values()]
         get_all(starting)
@@ -161,6 +162,20 @@ class _Members:
                 generators=generators,
                 wiring=wiring,
             )
+        )
+
+    def _shard_directory(self, config: RLConfig, name: str) -> Path:
+        in_memory = config.buffer.durability == "memory"
+        return (self._shared_dir if in_memory else self.run_folder.path) / "buffer" / name
+
+    def _store_settings(self, config: RLConfig, name: str) -> StoreSettings:
+        b = config.buffer
+        return StoreSettings(
+            durability=b.durability,
+            capacity_bytes=int(b.capacity_gb * 1e9),
+            memory_bytes=None if b.memory_gb is None else int(b.memory_gb * 1e9),
+            spill_dir=None if b.memory_gb is None else self.run_folder.path / "buffer" / name,
+            keep=b.keep,
         )
 
     def _spawn_learners(self, config: JobConfig) -> list[Any]:
@@ -191,7 +206,3 @@ class _Members:
 
 def _names(kind: str, num: int) -> list[str]:
     return [f"{kind}-{i}" for i in range(num)]
-
-
-def _shared_memory() -> str:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()

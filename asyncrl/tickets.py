@@ -11,6 +11,7 @@ Every number handed out is, at any time, in exactly one of: in flight, stored, t
 from __future__ import annotations
 
 import asyncio
+from bisect import insort
 from collections.abc import Sequence
 
 from asyncrl.admission import Admission
@@ -38,6 +39,7 @@ class TicketOffice:
         self._shares: dict[str, list[Ticket]] = {name: [] for name in generators}
         self._changed = asyncio.Condition()
         self._in_flight: set[int] = set()
+        self._stored: list[int] = []  # numbers, sorted; may keep some that were evicted
         self._open = True
         self.stored = 0
         self.trained = 0
@@ -65,19 +67,29 @@ class TicketOffice:
             self._in_flight.remove(number)
             if failed is None:
                 self.stored += 1
+                insort(self._stored, number)
                 self._failed_in_a_row = 0
             else:
                 self._count_failure(failed)
             self._changed.notify_all()
 
-    async def wait_stored(self, num_groups: int) -> bool:
+    async def wait_stored(self, num_groups: int, *, in_order: bool = False) -> bool:
         """Wait until that many groups lie in the buffer; False: the office closed meanwhile.
+
+        Args:
+            in_order: also wait for every group with a lower number that is still being generated.
 
         Raises:
             GenerationError: every group fails, so that waiting would never end.
         """
+
+        def ready() -> bool:
+            if self.stored < num_groups:
+                return False
+            return not in_order or not self._in_flight or self._stored[num_groups - 1] < min(self._in_flight)
+
         async with self._changed:
-            await self._changed.wait_for(lambda: self.stored >= num_groups or self._fatal or not self._open)
+            await self._changed.wait_for(lambda: ready() or self._fatal or not self._open)
             if self._fatal:
                 raise self._fatal
             return self._open
@@ -90,9 +102,15 @@ class TicketOffice:
             self.admission.lose(num_groups)
             self._changed.notify_all()
 
-    async def count_trained(self, num_groups: int) -> None:
-        """Groups were consumed by the optimizer step that made the next version."""
+    async def count_trained(self, numbers: Sequence[int], *, num_groups: int) -> None:
+        """The groups with these numbers were used by the optimizer step that made the next version.
+
+        Args:
+            num_groups: how many of them left the buffer with it: all, unless groups are used several times.
+        """
         async with self._changed:
+            gone = set(numbers)
+            self._stored = [number for number in self._stored if number not in gone]
             self.stored -= num_groups
             self.trained += num_groups
             self.admission.train(num_groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,12 +22,17 @@ class Wiring:
     Attributes:
         addresses: of the buffer's shards.
         keys: the CURVE keys of this run's clients; None: everything is on one host and stays on loopback.
-        weights_dir: folder in shared memory for published and pulled weights, the same name on every host.
+        shared_dir: folder in shared memory for weights and trajectories, the same name on every host.
     """
 
     addresses: Sequence[ShardAddress]
     keys: CurveKeys | None
-    weights_dir: str
+    shared_dir: str
+
+    @property
+    def weights_dir(self) -> str:
+        """For published and pulled weights."""
+        return os.path.join(self.shared_dir, "weights")
 
     def connect_buffer(self) -> ReplayBuffer:
         return ReplayBuffer(self.addresses, client_keys=self.keys)

@@ -10,11 +10,12 @@ from asyncrl.buffer.client import Lease, ReplayBuffer
 from asyncrl.buffer.keys import CurveKeys, ServerKeys, ShardAddress, new_keys
 from asyncrl.buffer.sampling import Sampling
 from asyncrl.buffer.schema import SCHEMA, SCHEMA_VERSION
-from asyncrl.buffer.shard import ShardServer
-from asyncrl.buffer.store import BufferStats, StoreSettings
+from asyncrl.buffer.shard import ShardServer, shared_memory
+from asyncrl.buffer.store import LEDGER, BufferStats, StoreSettings
 from asyncrl.buffer.table import groups_to_table, write_parquet
 
 __all__ = [
+    "LEDGER",
     "SCHEMA",
     "SCHEMA_VERSION",
     "BufferStats",
@@ -28,5 +29,6 @@ __all__ = [
     "StoreSettings",
     "groups_to_table",
     "new_keys",
+    "shared_memory",
     "write_parquet",
 ]

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import ray
 
-from asyncrl.buffer import ServerKeys, ShardAddress, ShardServer
+from asyncrl.buffer import ServerKeys, ShardAddress, ShardServer, StoreSettings
 from asyncrl.process import log_to_file
 
 
-@ray.remote
+@ray.remote(max_restarts=-1)
 class ShardActor:
-    """Holds a ShardServer; the data goes over its own socket, not through Ray."""
+    """Holds a ShardServer; the data goes over its own socket and files, not through Ray.
 
-    def __init__(self, *, log: Path, keys: ServerKeys | None) -> None:
+    Where a killed one was, Ray starts it again, and the server continues from the files on the same port.
+    """
+
+    def __init__(self, *, log: Path, directory: Path, settings: StoreSettings, keys: ServerKeys | None) -> None:
         log_to_file(log)
-        self._server = ShardServer(ray.util.get_node_ip_address(), keys=keys) if keys else ShardServer()
+        host = ray.util.get_node_ip_address() if keys else "127.0.0.1"
+        self._remove = directory if settings.durability == "memory" else None
+        self._server = ShardServer(directory, settings=settings, host=host, keys=keys)
+        self._address = self._server.start()
 
-    def start(self) -> ShardAddress:
-        return self._server.start()
+    def address(self) -> ShardAddress:
+        return self._address
 
     def shutdown(self) -> None:
         self._server.stop()
+        if self._remove is not None:
+            shutil.rmtree(self._remove, ignore_errors=True)

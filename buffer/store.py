@@ -106,6 +106,8 @@ class BufferStats:
         return self.appended == self.groups + self.leased_groups + gone
 
 
+LEDGER = ("appended", "leased_groups", "committed", "evicted", "quarantined")
+"""The counters that must add up, see BufferStats.is_balanced."""
 COUNTERS = tuple(field.name for field in fields(BufferStats) if field.name != "shards")
 _TOTALS = COUNTERS[COUNTERS.index("appended") :]
 

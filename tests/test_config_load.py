@@ -310,6 +310,11 @@ def _valid(values: dict[str, Any]) -> JobConfig | None:
     if values["job"] == "rl":
         values["algorithm"] |= {"groups_per_step": 12, "num_minibatches": 3, "group_size": 8}
         values["generators"]["max_concurrent_rollouts"] = 8 + values["seed"] % 100
+        on_disk = values["buffer"]["durability"] != "memory"
+        values["buffer"] |= {"memory_gb": None} if on_disk else {"keep": False}
+        values["buffer"] |= {"stale": "drop", "max_uses": 1}
+        if values["mode"] == "sync":
+            values["buffer"] |= {"stale": "pace", "sampling": "fifo"}
     values["learners"]["num_ranks"] = 2
     if values["job"] == "sft":
         values["batch_size"] *= 2

@@ -51,7 +51,7 @@ def test_free_tickets_go_to_whoever_asks_until_the_bound() -> None:
         for ticket in first[:4]:
             await office.group_done(number=ticket.number, failed=None)
         assert not waiting.done()
-        await office.count_trained(4)
+        await office.count_trained(range(4), num_groups=4)
         third = await waiting
         assert third is not None and [t.number for t in third] == [8, 9, 10, 11]
         assert office.ledger() == {
@@ -77,7 +77,7 @@ def test_lock_step_deals_fixed_shares_once_per_version() -> None:
         assert [t.number for t in b] == [1, 3]
         for ticket in a + b:
             await office.group_done(number=ticket.number, failed=None)
-        await office.count_trained(4)
+        await office.count_trained(range(4), num_groups=4)
         stale = asyncio.create_task(office.take("a", num=99, engine_version=0))
         fresh = await office.take("b", num=99, engine_version=1)
         assert fresh is not None and [t.number for t in fresh] == [5, 7]

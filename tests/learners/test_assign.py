@@ -20,7 +20,10 @@ def ref(number: int, tokens: int) -> GroupRef:
         num_tokens=tokens,
         max_tokens=tokens,
         min_version=0,
+        max_version=0,
         nbytes=tokens,
+        reward_mean=0.0,
+        reward_std=0.0,
     )
 
 
