@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 5.0
+EMBEDDED = "asyncrl-embedded"
+"""Resource that marks a Ray which a run started for itself: no other run joins it, since it ends with the first."""
 SYSTEM_CONFIG = {"kill_child_processes_on_worker_exit_with_raylet_subreaper": True}
 """An engine's inner processes end with their actor, even one that was killed."""
 
@@ -43,12 +46,13 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
     try:
         _probe(address)
         ray.init(address=address or "auto", **options)
+        if address is None and EMBEDDED in ray.cluster_resources():
+            ray.shutdown()
+            _start_embedded(config, options)
     except (OSError, ValueError, RuntimeError) as error:
         if address is not None:
             raise ConfigError(f"--address {address}: no Ray cluster answers there ({_first_line(error)})") from error
-        use_gpus = num_local_gpus() > 0
-        num_cpus = max(os.cpu_count() or 1, plan_placement(config, use_gpus=use_gpus).num_cpus)
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, _system_config=SYSTEM_CONFIG, **options)
+        _start_embedded(config, options)
     try:
         resources = ray.cluster_resources()
         placement = plan_placement(config, use_gpus=resources.get("GPU", 0) > 0)
@@ -61,6 +65,19 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
         yield placement
     finally:
         ray.shutdown()
+
+
+def _start_embedded(config: JobConfig, options: dict[str, Any]) -> None:
+    use_gpus = num_local_gpus() > 0
+    num_cpus = max(os.cpu_count() or 1, plan_placement(config, use_gpus=use_gpus).num_cpus)
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        resources={EMBEDDED: 1},
+        include_dashboard=False,
+        _system_config=SYSTEM_CONFIG,
+        **options,
+    )
 
 
 def reserve(placement: Placement) -> PlacementGroup:
@@ -110,7 +127,7 @@ def explain(error: RayError, run_folder: RunFolder) -> AsyncRLError:
     if isinstance(cause, AsyncRLError):
         return type(cause)(f"{cause} {logs}")
     if isinstance(cause, RayActorError):
-        return AsyncRLError(f"a process of the run died: {_first_line(cause)} {logs}")
+        return AsyncRLError(f"a process of the run died: {_actor(cause)}{_first_line(cause)} {logs}")
     # Not one of ours: a bug, or a library's failure. The message alone would not do.
     run_folder.log("driver").write_text(str(error))
     return AsyncRLError(f"{type(cause).__name__}: {cause} (traceback: {run_folder.log('driver')})")
@@ -124,6 +141,12 @@ def _probe(address: str | None) -> None:
     if url.hostname is None or url.port is None:
         raise ValueError("an address is auto, HOST:PORT or ray://HOST:PORT")
     socket.create_connection((url.hostname, url.port), timeout=PROBE_TIMEOUT_S).close()
+
+
+def _actor(error: RayActorError) -> str:
+    """The class and process id of the actor that died, as far as Ray's message tells them."""
+    told = dict(re.findall(r"^\s*(class_name|pid): (\S+)", str(error), re.MULTILINE))
+    return f"{told['class_name']} (process {told.get('pid', 'unknown')}). " if "class_name" in told else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -150,7 +150,7 @@ class BufferConfig(Section):
     """Shard processes of the replay buffer."""
     durability: Literal["memory", "disk", "fsync"] = "memory"
     """Where trajectories lie. memory: shared memory, which survives the death of any process. disk: files in the run
-    folder, which survive the machine as far as its kernel has written them. fsync: on disk before a generator goes on."""
+    folder, which survive the machine once its kernel has written them. fsync: on disk before a generator goes on."""
     capacity_gb: PositiveFloat = 16.0
     """Most gigabytes per shard; a full shard makes generators wait."""
     memory_gb: PositiveFloat | None = None
@@ -190,7 +190,7 @@ class JobConfig(Section):
     """Name of the run; its folder is runs_dir/NAME-TIME, and runs_dir/NAME-latest links to the newest."""
     runs_dir: str = "runs"
     """Where run folders go."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=2**31)] = 0
     """Seed of sampling, shuffling and initialisation."""
     steps: PositiveInt
     """Batches to train on."""

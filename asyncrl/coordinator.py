@@ -36,6 +36,7 @@ from asyncrl.types import GroupRef, Prompt, Ticket
 logger = logging.getLogger(__name__)
 
 NUM_SAMPLE_GROUPS = 2
+SAVE_AFTER_ERROR_TIMEOUT_S = 120.0
 
 
 class LearnerGroup(Protocol):
@@ -103,10 +104,15 @@ class Coordinator:
 
     async def run(self) -> None:
         """The whole run. Raises the first error of any part; leaves no task behind."""
+        await self.tickets.hold()
         generating = [asyncio.create_task(g.run(), name=g.name) for g in self._generators]
         training = asyncio.create_task(self._train(), name="training")
         try:
             await _first_error_or_last(training, generating)
+        except Exception as error:
+            await _cancel([training])
+            await self._save_after(error)
+            raise
         finally:
             await self.tickets.close()
             await _cancel([training, *generating, self._updates, self._evaluation])
@@ -124,11 +130,13 @@ class Coordinator:
         self._progress.training_since = time.time()
         self._progress.phase = "training"
         await self._evaluate()
+        await self.tickets.resume()
         while self._version < self._config.steps:
             lease = await self._next_batch()
             if lease is None:
                 break
             metrics = self._supply_row() | await self._train_batch(lease)
+            await self.tickets.hold()
             await self._advance(lease)
             await self._sync_weights()
             await self._record(metrics)
@@ -136,6 +144,7 @@ class Coordinator:
                 await self._evaluate()
             if self._config.checkpoint.every and self._version % self._config.checkpoint.every == 0:
                 await self._save(self._run_folder.checkpoint(self._version))
+            await self.tickets.resume()
         await self._finish()
 
     async def _next_batch(self) -> Lease | None:
@@ -264,6 +273,18 @@ class Coordinator:
         groups = await asyncio.to_thread(self._buffer.read, lease.refs[:NUM_SAMPLE_GROUPS])
         await asyncio.to_thread(write_parquet, self._run_folder.rollout_sample(self._version), groups)
 
+    async def _save_after(self, error: Exception) -> None:
+        """The run failed: keep what was learned, if the learners still can. Never raises."""
+        if not self._version:
+            return
+        logger.error("the run failed, saving the model of version %d or the step in progress: %s", self._version, error)
+        self._progress.phase = "failed: saving the model"
+        try:
+            async with asyncio.timeout(SAVE_AFTER_ERROR_TIMEOUT_S):
+                await self._save(self._run_folder.model)
+        except Exception as second:  # noqa: BLE001 - whatever it is, the first error is the one to report
+            logger.error("the model could not be saved: %s: %s", type(second).__name__, second)
+
     async def _check_ledger(self) -> None:
         """Every ticket and every stored group must be accounted for.
 
@@ -297,7 +318,7 @@ class Coordinator:
 
 
 def _selection_bias(supply: BufferStats) -> dict[str, float]:
-    """Mean length and reward of what was trained on and of what was dropped: dropping by age may prefer short answers."""
+    """Mean length and reward of what was trained on and of what was dropped: dropping by age may favour some."""
     row: dict[str, float] = {}
     for fate in ("committed", "evicted"):
         num_groups, num_rows = getattr(supply, fate), getattr(supply, f"{fate}_rows")

@@ -64,7 +64,10 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
             return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code, local_files_only=True)
+        if not len(tokenizer):  # transformers makes an empty one from config.json alone
+            raise ValueError("there is none")
+        return tokenizer
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(

@@ -7,6 +7,7 @@ coordinator, draw its progress until it ends. Every exit (end, error, Ctrl-C) go
 from __future__ import annotations
 
 import shutil
+import signal
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ def launch(prepared: Preflight, *, address: str | None) -> int:
     """
     config = prepared.config
     with ray_cluster(config, address) as placement:
+        # Slurm, Kubernetes and docker stop with SIGTERM: the same as the first Ctrl-C.
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         run_folder = RunFolder.create(config)
         with Display(config, run_folder) as display, _Members(placement, run_folder) as members:
             display.say(f"run folder {run_folder.path}")

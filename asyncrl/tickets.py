@@ -41,6 +41,8 @@ class TicketOffice:
         self._in_flight: set[int] = set()
         self._stored: list[int] = []  # numbers, sorted; may keep some that were evicted
         self._open = True
+        self._held = False
+        self._num_wakes = 0
         self.stored = 0
         self.trained = 0
         self.failed = 0
@@ -49,12 +51,13 @@ class TicketOffice:
         self._fatal: GenerationError | None = None
 
     async def take(self, generator: str, *, num: int, engine_version: int) -> list[Ticket] | None:
-        """Up to `num` tickets (in lock step: the whole share); [] after a second without any; None: go home."""
+        """Up to `num` tickets (in lock step: the whole share); [] when it is time to ask again; None: go home."""
         try:
             async with asyncio.timeout(TAKE_TIMEOUT_S), self._changed:
+                num_wakes = self._num_wakes
                 while self._open:
                     tickets = self._deal(generator, num, engine_version)
-                    if tickets:
+                    if tickets or num_wakes != self._num_wakes:
                         return tickets
                     await self._changed.wait()
         except TimeoutError:
@@ -117,8 +120,21 @@ class TicketOffice:
             self._changed.notify_all()
 
     async def wake(self) -> None:
-        """Look again: an engine reached a newer version."""
+        """An engine reached a newer version: whoever waits for tickets gets none and asks again, with that version."""
         async with self._changed:
+            self._num_wakes += 1
+            self._changed.notify_all()
+
+    async def hold(self) -> None:
+        """Lock step: no tickets until resume(), so that nothing is sampled beside an evaluation."""
+        async with self._changed:
+            self._held = True
+
+    async def resume(self) -> None:
+        """End of hold()."""
+        async with self._changed:
+            self._held = False
+            self._num_wakes += 1
             self._changed.notify_all()
 
     async def close(self) -> None:
@@ -152,7 +168,7 @@ class TicketOffice:
         return tickets
 
     def _deal_share(self, generator: str, engine_version: int) -> list[Ticket]:
-        if engine_version != self.admission.policy_version:
+        if self._held or engine_version != self.admission.policy_version:
             return []
         if not self._in_flight and not any(self._shares.values()):
             batch = self._cursor.take(self.admission.num_startable(engine_version=engine_version))

@@ -66,7 +66,7 @@ class ReplayBuffer:
     Args:
         addresses: of all shards, in the same order for every client of a run: GroupRef.shard counts in it.
         client_keys: this client's CURVE keys, for shards that have keys.
-        prefer_local: appends go to shards on this host, where there are any; else to the one that holds the fewest bytes.
+        prefer_local: appends go to shards on this host, where there are any. Of these the emptiest is taken.
         timeout_s: longest wait for one answer of one shard, or for room in a full one; then ReplayBufferError.
 
     Example:
@@ -362,11 +362,13 @@ class ReplayBuffer:
     def _explain_full(self, num_groups: int) -> str:
         held = sum(shard.group_bytes for shard in self._shards)
         return (
-            f"the replay buffer is full: {num_groups} groups found no room within {self._timeout_s:g} s while its shards "
-            f"hold {held / 1e6:.0f} MB. Raise [buffer] capacity_gb, add shards, or lower max_staleness"
+            f"the replay buffer is full: {num_groups} groups found no room within {self._timeout_s:g} s while "
+            f"its shards hold {held / 1e6:.0f} MB. Raise [buffer] capacity_gb, add shards, or lower max_staleness"
         )
 
-    def _best_offers(self, num_groups: int, bound: dict[str, int], sampling: Sampling) -> list[tuple[GroupRef, Location]]:
+    def _best_offers(
+        self, num_groups: int, bound: dict[str, int], sampling: Sampling
+    ) -> list[tuple[GroupRef, Location]]:
         with self._lock:
             self._num_draws += 1
             draw = f"{bound['policy_version']} {self._num_draws}"

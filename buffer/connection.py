@@ -84,9 +84,7 @@ class Connection:
         with self._lock:
             self._socket.close()
 
-    def _send(
-        self, op: str, fields: Mapping[str, Any], payloads: Sequence[Any], request_id: int | None = None
-    ) -> int:
+    def _send(self, op: str, fields: Mapping[str, Any], payloads: Sequence[Any], request_id: int | None = None) -> int:
         if self._socket.closed:
             raise ReplayBufferError(f"the connection to buffer shard {self.endpoint} is closed")
         if request_id is None:

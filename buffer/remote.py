@@ -1,7 +1,7 @@
 """One shard as a client uses it: through files where both are on one host, through the socket where they are not.
 
-    same host     client --pwrite--> segment file <--pread-- client       only index entries cross the socket
-    elsewhere     client --Arrow messages over ZMQ--> shard --> its segment file
+same host     client --pwrite--> segment file <--pread-- client       only index entries cross the socket
+elsewhere     client --Arrow messages over ZMQ--> shard --> its segment file
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class RemoteShard:
         reply = self.request("quarantine", {}, [entry.ref.group_id])
         given_up = "it was given up" if reply.items("quarantined")[0] else "the shard's own copy is intact, try again"
         raise ReplayBufferError(
-            f"group {entry.ref.number} ({entry.ref.group_id.hex()}) from {self.endpoint} is corrupted: its bytes do not "
-            f"match the xxh3 checksum {entry.checksum:016x} that was recorded; {given_up}"
+            f"group {entry.ref.number} ({entry.ref.group_id.hex()}) from {self.endpoint} is corrupted: its bytes do "
+            f"not match the xxh3 checksum {entry.checksum:016x} that was recorded; {given_up}"
         )
 
 

@@ -93,9 +93,7 @@ def _freshest(refs: Mapping[bytes, Any], by_version: Mapping[int, Mapping[bytes,
     return chosen
 
 
-def _uniform(
-    free: Sequence[tuple[int, bytes]], refs: Mapping[bytes, Any], rng: random.Random, num: int
-) -> list[Offer]:
+def _uniform(free: Sequence[tuple[int, bytes]], refs: Mapping[bytes, Any], rng: random.Random, num: int) -> list[Offer]:
     time, chosen = 0.0, []
     for i, position in enumerate(rng.sample(range(len(free)), num)):
         time += rng.expovariate(len(free) - i)

@@ -90,7 +90,7 @@ class SegmentTable:
 
     @property
     def bytes_in_use(self) -> int:
-        """Of all segments that hold groups or may get them; those on disk under `keep` that hold none are not counted."""
+        """Of all segments that hold groups or may get them; kept ones that hold none are not counted."""
         return sum(s.capacity if s.is_open else s.used for s in self._segments.values() if s.is_open or s.num_live)
 
     @property
@@ -117,7 +117,7 @@ class SegmentTable:
         return segment
 
     def check(self, entry: Entry, writer: bytes) -> Segment:
-        """The segment that the entry lies in. Raises ReplayBufferError when this writer may not have written it there."""
+        """The entry's segment. Raises ReplayBufferError when this writer may not have written there."""
         segment = self._segments.get(entry.segment)
         if segment is None or segment.writer != writer:
             raise ReplayBufferError(f"segment {entry.segment} of this shard is not open for this writer any more")

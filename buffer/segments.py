@@ -70,8 +70,6 @@ def _schema_prefix() -> bytes:
     return with_one[: _BLOCK.unpack_from(footer, _vector_of_blocks(footer))[0]]
 
 
-
-
 def tail(blocks: Sequence[tuple[int, int, int]]) -> bytes:
     """What follows the last message: end of stream, footer, its size, magic. Blocks: (offset, metadata, body) bytes."""
     template, position = _footer_template(len(blocks))
@@ -113,7 +111,7 @@ def pwrite_all(fd: int, data: Any, offset: int) -> None:
 
 
 def open_segment(path: str, recycled: str | None = None) -> None:
-    """Create a segment file, from the pages of a recycled one if there is any (fresh memory is several times slower)."""
+    """Create a segment file, from the pages of a recycled one if there is any: fresh memory is far slower."""
     try:
         if recycled is not None:
             os.rename(recycled, path)

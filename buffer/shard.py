@@ -205,7 +205,6 @@ class ShardService:
         done = self._snapshot.poll()
         return {"done": done, **(self._snapshot.result() if done else {})}, []
 
-
     def _unpin_if_written(self) -> None:
         if self._snapshot is not None and self._snapshot.poll():
             self.store.unpin(self._pinned)
@@ -243,7 +242,9 @@ class ShardServer:
     ) -> None:
         check_host(host, has_keys=keys is not None)
         self._is_temporary = directory is None
-        self._directory = Path(tempfile.mkdtemp(prefix="asyncrl-shard-", dir=shared_memory()) if directory is None else directory)
+        self._directory = Path(
+            tempfile.mkdtemp(prefix="asyncrl-shard-", dir=shared_memory()) if directory is None else directory
+        )
         self._settings = settings or StoreSettings()
         self._host, self._keys = host, keys
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -283,7 +284,9 @@ class ShardServer:
         stop = self._context.socket(zmq.PAIR)
         stop.connect("inproc://stop")
         service = ShardService(store, token=token)
-        self._thread = threading.Thread(target=_serve, args=(service, router, stop), name=f"shard {endpoint}", daemon=True)
+        self._thread = threading.Thread(
+            target=_serve, args=(service, router, stop), name=f"shard {endpoint}", daemon=True
+        )
         self._thread.start()
         return ShardAddress(endpoint, None if self._keys is None else self._keys.own.public)
 

@@ -116,7 +116,9 @@ def check_file(path: Path, expected: dict[str, Any]) -> None:
     try:
         size = path.stat().st_size
         if size != expected["num_bytes"]:
-            raise ReplayBufferError(f"{path} is truncated: it has {size} bytes, the manifest says {expected['num_bytes']}")
+            raise ReplayBufferError(
+                f"{path} is truncated: it has {size} bytes, the manifest says {expected['num_bytes']}"
+            )
         digest = xxhash.xxh3_64()
         with open(path, "rb") as file:
             while chunk := file.read(1 << 20):
@@ -124,7 +126,9 @@ def check_file(path: Path, expected: dict[str, Any]) -> None:
     except OSError as error:
         raise ReplayBufferError(f"{path} cannot be read: {error.strerror}") from error
     if digest.hexdigest() != expected["xxh3"]:
-        raise ReplayBufferError(f"{path} is corrupted: its xxh3 is {digest.hexdigest()}, the manifest says {expected['xxh3']}")
+        raise ReplayBufferError(
+            f"{path} is corrupted: its xxh3 is {digest.hexdigest()}, the manifest says {expected['xxh3']}"
+        )
 
 
 def read_groups(path: Path) -> Iterator[EncodedGroup]:

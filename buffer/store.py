@@ -61,7 +61,7 @@ class StoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class BufferStats:
-    """Contents and totals of one shard, or of all: appended = groups + leased_groups + committed + evicted + quarantined.
+    """Contents and totals of one shard, or of all; the LEDGER counters and `groups` add up (is_balanced).
 
     Attributes:
         groups, rows, tokens, bytes: free groups, those that a lease may take. Tokens as in Group.num_tokens.
@@ -71,7 +71,7 @@ class BufferStats:
             is committed with its last use.
         uses: how often groups were trained on.
         committed_rows, committed_tokens, committed_reward: sums over the committed groups (reward: of their means).
-        evicted_rows, evicted_tokens, evicted_reward: the same over the evicted, so that a bias of what is dropped shows.
+        evicted_rows, evicted_tokens, evicted_reward: over the evicted, so that a bias of what is dropped shows.
         shards: the same for every shard, in the order of the address list; empty in the stats of one shard.
     """
 
@@ -501,7 +501,8 @@ class GroupStore:
         ref = entry.ref
         if self.policy_version is not None and ref.max_version > self.policy_version:
             raise ReplayBufferError(
-                f"group {ref.number} has tokens of policy version {ref.max_version}; the newest is {self.policy_version}"
+                f"group {ref.number} has tokens of policy version {ref.max_version}; "
+                f"the newest is {self.policy_version}"
             )
         self._verify(entry, self._segments.check(entry, writer).path)
 
@@ -608,5 +609,3 @@ class GroupStore:
         self._free_totals["rows"] += sign * ref.num_rows
         self._free_totals["tokens"] += sign * ref.num_tokens
         self._free_totals["bytes"] += sign * ref.nbytes
-
-

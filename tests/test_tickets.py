@@ -140,3 +140,52 @@ def test_no_ticket_within_a_second_is_an_empty_answer() -> None:
         assert await office.take("b", num=1, engine_version=0) == []
 
     asyncio.run(scenario())
+
+
+def test_who_waits_for_tickets_asks_again_when_its_engine_has_a_newer_version() -> None:
+    async def scenario(lock_step: bool) -> None:
+        office = make_office(lock_step=lock_step, max_staleness=0 if lock_step else 1)
+        first = await office.take("a", num=99, engine_version=0) or []
+        second = await office.take("b", num=99, engine_version=0) or []
+        waiting = asyncio.create_task(office.take("a", num=99, engine_version=0))
+        await asyncio.sleep(0.01)
+        for ticket in first + second:
+            await office.group_done(number=ticket.number, failed=None)
+        await office.count_trained(range(4), num_groups=4)
+        start = asyncio.get_running_loop().time()
+        await office.wake()
+        assert await waiting == []
+        assert asyncio.get_running_loop().time() - start < 0.5
+        assert await office.take("a", num=99, engine_version=1)
+
+    for lock_step in (True, False):
+        asyncio.run(scenario(lock_step))
+
+
+def test_lock_step_gives_no_tickets_while_it_is_held() -> None:
+    async def scenario() -> None:
+        office = make_office(lock_step=True)
+        await office.hold()
+        waiting = asyncio.create_task(office.take("a", num=99, engine_version=0))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await office.resume()
+        assert await waiting
+
+    asyncio.run(scenario())
+
+
+def test_in_order_waits_for_slow_groups_with_lower_numbers() -> None:
+    async def scenario() -> None:
+        office = make_office(lock_step=False, max_staleness=1)
+        await office.take("a", num=6, engine_version=0)
+        for number in (1, 2, 3, 5):
+            await office.group_done(number=number, failed=None)
+        assert await office.wait_stored(4)
+        waiting = asyncio.create_task(office.wait_stored(4, in_order=True))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await office.group_done(number=0, failed=None)
+        assert await waiting
+
+    asyncio.run(scenario())

@@ -62,12 +62,14 @@ def lease_id(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def put(store: GroupStore, number: int = 0, *, group: Group | None = None, full_ok: bool = False, **make) -> bytes | None:
-    """Append a new group; its id. None when the shard is full and that is expected."""
+def put(
+    store: GroupStore, number: int = 0, *, group: Group | None = None, full_ok: bool = False, **make
+) -> bytes | None:
+    """Append a new group; its id, empty when the shard is full and that is expected."""
     encoded = encode_group(make_group(number, **make) if group is None else group)
     stored = store.append_message(encoded.message, checksum=xxhash.xxh3_64_intdigest(encoded.message))
     assert stored or (full_ok and stored is None)
-    return encoded.ref.group_id if stored else None
+    return encoded.ref.group_id if stored else b""
 
 
 def offered(store: GroupStore, num: int, *, policy_version: int = 0, max_staleness: int = 0, **sampling) -> list[int]:

@@ -14,6 +14,7 @@ import pytest
 from asyncrl.buffer import ReplayBuffer, Sampling, ShardAddress, ShardServer, StoreSettings
 from asyncrl.buffer.wire import pack
 from asyncrl.errors import ReplayBufferError
+from asyncrl.types import Group
 from tests.buffer.faulty import faulty_shard
 from tests.buffer.groups import assert_same_group, make_group
 
@@ -348,13 +349,16 @@ def test_batches_can_be_bounded_by_tokens(buffer: ReplayBuffer):
     assert one is not None and [ref.number for ref in one.refs] == [0]
 
 
+def with_reward(group: Group, reward: float) -> Group:
+    return dataclasses.replace(group, rollouts=tuple(dataclasses.replace(r, reward=reward) for r in group.rollouts))
+
+
 @pytest.mark.parametrize("order", ["uniform", "prioritized"])
 def test_random_orders_do_not_prefer_a_shard(addresses: list[ShardAddress], order):
     """Shard 0 holds 2 groups, shard 1 holds 6: each group is as likely as any other."""
     counts = [0] * 8
     with ReplayBuffer(addresses[:1]) as one, ReplayBuffer(addresses[1:]) as two, ReplayBuffer(addresses) as both:
-        rollout = {"reward": 1.0}
-        groups = [dataclasses.replace(g, rollouts=tuple(dataclasses.replace(r, **rollout) for r in g.rollouts)) for g in map(make_group, range(8))]
+        groups = [with_reward(make_group(n), 1.0) for n in range(8)]
         one.append_many(groups[:2])
         two.append_many(groups[2:])
         for _ in range(400):

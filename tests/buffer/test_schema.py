@@ -93,7 +93,9 @@ def test_versions_are_those_of_the_sampled_tokens():
     ref = encode_group(mixed).ref
     assert (ref.min_version, ref.max_version) == (4, 7)
     unsampled = dataclasses.replace(
-        make_rollout(np.random.default_rng(0), length=2), loss_mask=np.zeros(2, np.bool_), policy_versions=-np.ones(2, np.int32)
+        make_rollout(np.random.default_rng(0), length=2),
+        loss_mask=np.zeros(2, np.bool_),
+        policy_versions=np.full(2, -1, np.int32),
     )
     assert encode_group(dataclasses.replace(mixed, rollouts=(unsampled,))).ref.min_version == -1
 

@@ -329,12 +329,12 @@ def test_segments_are_recycled_and_memory_stays_flat(tmp_path: Path):
 def test_a_full_shard_takes_no_more_until_some_are_gone(tmp_path: Path):
     store = GroupStore(tmp_path / "s", StoreSettings(segment_bytes=20_000, capacity_bytes=50_000))
     ids = []
-    while (group_id := put(store, len(ids), length=200, full_ok=True)) is not None:
+    while group_id := put(store, len(ids), length=200, full_ok=True):
         ids.append(group_id)
     assert 20_000 < store.held_bytes <= 50_000 and len(ids) >= 4
     store.lease(A, ids[:2], **NOW)
     store.commit(A, ids[:2])
-    assert put(store, 999, length=200, full_ok=True) is not None
+    assert put(store, 999, length=200, full_ok=True)
 
 
 def test_memory_over_budget_is_spilled_to_disk_and_still_readable(tmp_path: Path):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -194,10 +194,8 @@ class ShardModel(RuleBasedStateMachine):
         groups = self.leases.pop(lease)
         del self.deadlines[lease]
         for attempt in range(1 + repeat):
-            if commit:
-                ended = self.store.commit(lease, groups, max_uses=self.max_uses)
-            else:
-                ended = self.store.release(lease)
+            end = partial(self.store.commit, group_ids=groups, max_uses=self.max_uses) if commit else self.store.release
+            ended = end(lease)
             assert ended == (0 if attempt else len(groups))
         for group_id in groups:
             self.uses[group_id] += commit
@@ -215,10 +213,11 @@ class ShardModel(RuleBasedStateMachine):
         groups = self.leases[lease]
         self.expire_in_model()
         taken = groups[0]
-        assert self.store.lease(lease_id(10_000 + self.num_leases), [taken], policy_version=self.version, max_staleness=99)
+        other = lease_id(10_000 + self.num_leases)
+        assert self.store.lease(other, [taken], policy_version=self.version, max_staleness=99)
         with pytest.raises(ReplayBufferError, match="handed out again"):
             self.store.commit(lease, groups)
-        self.store.release(lease_id(10_000 + self.num_leases))
+        self.store.release(other)
         self.free -= set(groups[1:])
         self.trained |= set(groups[1:])
         for group_id in groups[1:]:
