@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from asyncrl.buffer import ReplayBuffer, ShardAddress, ShardServer
-from asyncrl.buffer.schema import decode_group, encode_group
+from asyncrl.buffer.schema import decode_group, encode_groups
 from asyncrl.types import Group, Rollout
 
 GROUP_SIZE, PROMPT_TOKENS, MIN_TOKENS, MAX_TOKENS = 8, 256, 64, 2048
 BATCH_GROUPS = 8
+APPEND_GROUPS = 16
 
 
 def make_rollout(rng: np.random.Generator) -> Rollout:
@@ -66,17 +67,18 @@ def report(name: str, elapsed: float, num_groups: int, num_bytes: int) -> None:
 
 
 def measure(addresses: list[ShardAddress], *, groups: list[Group], num_writers: int) -> None:
-    payloads = [encode_group(group).to_pybytes() for group in groups]
+    payloads = [encoded.message.to_pybytes() for encoded in encode_groups(groups)]
+    chunks = [groups[i : i + APPEND_GROUPS] for i in range(0, len(groups), APPEND_GROUPS)]
     num_groups, num_bytes = len(groups), sum(map(len, payloads))
     print(f"{'':<22}{'trajectories/s':>16}{'MB/s':>12}")
     report("memcpy", seconds(lambda: [bytearray(p) for p in payloads]), num_groups, num_bytes)
-    report("encode", seconds(lambda: [encode_group(g) for g in groups]), num_groups, num_bytes)
+    report("encode", seconds(lambda: [encode_groups(chunk) for chunk in chunks]), num_groups, num_bytes)
     report("decode", seconds(lambda: [decode_group(p) for p in payloads]), num_groups, num_bytes)
 
     with ThreadPoolExecutor(num_writers) as pool, ReplayBuffer(addresses) as buffer:
         report(
             f"append ({num_writers} threads)",
-            seconds(lambda: list(pool.map(buffer.append, groups))),
+            seconds(lambda: list(pool.map(buffer.append_many, chunks))),
             num_groups,
             num_bytes,
         )
@@ -86,7 +88,7 @@ def measure(addresses: list[ShardAddress], *, groups: list[Group], num_writers: 
         report(
             f"read ({BATCH_GROUPS} groups)", seconds(lambda: [buffer.read(b) for b in batches]), num_groups, num_bytes
         )
-        buffer.commit(lease.lease_id)
+        buffer.commit(lease)
 
 
 def main() -> None:
