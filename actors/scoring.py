@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,6 +12,10 @@ import numpy as np
 from asyncrl.actors.sampling import Sample
 from asyncrl.errors import GenerationError, RewardError
 from asyncrl.types import Prompt, Rollout
+
+logger = logging.getLogger(__name__)
+
+NUM_REPORTED = 20
 
 
 class Scored(Protocol):
@@ -36,6 +41,7 @@ class RolloutScorer:
     def __init__(self, scorer: RewardScorer, tokenizer: Tokenizer) -> None:
         self._scorer = scorer
         self._tokenizer = tokenizer
+        self._reported: set[str] = set()
 
     async def score(self, prompt: Prompt, sample: Sample | GenerationError) -> Rollout | GenerationError:
         """The rollout with its reward, or with NaN and the cause when it has none."""
@@ -54,6 +60,7 @@ class RolloutScorer:
                 reward, parts = score.reward, score.parts
             except RewardError as failure:
                 error = str(failure)
+                self._report(error, prompt)
         return Rollout(
             response=sample.tokens,
             loss_mask=np.ones(sample.tokens.size, dtype=bool),
@@ -65,3 +72,9 @@ class RolloutScorer:
             seconds=sample.seconds,
             error=error,
         )
+
+    def _report(self, error: str, prompt: Prompt) -> None:
+        """Log each cause once, the first NUM_REPORTED of them."""
+        if error not in self._reported and len(self._reported) < NUM_REPORTED:
+            self._reported.add(error)
+            logger.warning("a rollout of %s has no reward and is not trained on: %s", prompt.prompt_id, error)

@@ -172,6 +172,12 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}: {shown}") from None
     if not isinstance(value, dict):
         raise DataError(f'{where}: is {_kind(value)}; every line must be an object such as {{"prompt": "..."}}')
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{where}: half of a surrogate pair (an escape \\ud800 to \\udfff) is not a character"
+        ) from None
     return value
 
 

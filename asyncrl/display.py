@@ -84,7 +84,7 @@ class Display:
                 (
                     "buffer",
                     f"{_percent(latest, 'buffer/fill')} full   evicted {_number(latest, 'tickets/evicted', 0)}"
-                    f"   failed {_number(latest, 'tickets/failed', 0)}",
+                    f"   failed {_number(latest, 'tickets/failed', 0)}{_unscored(latest)}",
                 ),
                 (
                     "tokens/s",
@@ -182,6 +182,12 @@ def _clock(seconds: float | None) -> str:
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def _unscored(latest: dict[str, float]) -> str:
+    """Rollouts of the last batch whose reward failed, if any."""
+    num = latest.get("learner/rollouts/failed", 0)
+    return f"   rollouts without reward {num:.0f}" if num else ""
 
 
 def _held_out(progress: Progress) -> str:

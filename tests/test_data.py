@@ -100,6 +100,7 @@ def test_demonstrations_begin_with_what_generation_sees(
             ['{"prompt": "1="}', '{"prompt": 1='],
             ":2: not valid JSON: Expecting ',' delimiter at column 13: {\"prompt\": 1=",
         ),
+        (['{"prompt": "1\\ud800="}'], ":1: half of a surrogate pair"),
         (['{"prompt": "1="}', "", "[1]"], ':3: is a list; every line must be an object such as {"prompt": "..."}'),
         (
             [{"prompt": "1="}, {"promt": "2=", "answer": "2"}],
