@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # A machine with a GPU gets the CUDA build of vLLM, any other the CPU build. Both install the same module: never both.
-ENGINE ?= $(if $(shell nvidia-smi -L 2>/dev/null),gpu,cpu)
+ENGINE ?= $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes),gpu,cpu)
 # The CPU build of torch is not on PyPI: take it from pip's find-links folder if there is one, else from torch's index.
 ifeq ($(ENGINE),cpu)
 UV_TORCH := $(if $(wildcard $(PIP_FIND_LINKS)/torch-*+cpu*.whl),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)

@@ -14,18 +14,44 @@ from tests.integration.conftest import ROOT, Workspace, wait_until
 pytestmark = pytest.mark.integration
 
 
-def test_ctrl_c_finishes_the_step_and_saves(workspace: Workspace, warm: str) -> None:
-    process = workspace.start("launch", "--config", "examples/grpo_async.toml", "--name=interrupted", "--steps=100000")
-    folder = workspace.path / "runs" / "interrupted-latest"
-    wait_until(
-        lambda: (folder / "metrics.jsonl").exists() and "learner/loss" in (folder / "metrics.jsonl").read_text(),
-        within_s=180,
-        what=workspace.logs,
-    )
-    process.send_signal(signal.SIGINT)
+def num_steps(folder: Path) -> int:
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_text().count("learner/loss") if metrics.exists() else 0
+
+
+def kill(workspace: Workspace, title: str) -> None:
+    """SIGKILL one process of the run by what `ps` shows."""
+    next(p for p in workspace.processes() if " ".join(p.cmdline()).startswith(title)).kill()
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_finish_the_step_and_save(workspace: Workspace, warm: str, stop: signal.Signals) -> None:
+    name = f"stopped_{stop.name}"
+    process = workspace.start("launch", "--config", "examples/grpo_async.toml", f"--name={name}", "--steps=100000")
+    folder = workspace.path / "runs" / f"{name}-latest"
+    wait_until(lambda: num_steps(folder) > 0, within_s=180, what=workspace.logs)
+    process.send_signal(stop)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
     assert "finishing the current step" in output
+    assert f"saved  {folder.resolve()}/model" in output
+    assert (folder / "model" / "model.safetensors").exists()
+    workspace.assert_nothing_left()
+
+
+def test_a_killed_shard_is_started_again_and_a_killed_generator_ends_the_run_with_the_model_saved(
+    workspace: Workspace, warm: str
+) -> None:
+    process = workspace.start("launch", "--config", "examples/grpo_async.toml", "--name=killed", "--steps=100000")
+    folder = workspace.path / "runs" / "killed-latest"
+    wait_until(lambda: num_steps(folder) > 1, within_s=180, what=workspace.logs)
+    kill(workspace, "ray::ShardActor")
+    steps = num_steps(folder)
+    wait_until(lambda: num_steps(folder) > steps + 5, within_s=90, what=workspace.logs)
+    kill(workspace, "ray::GeneratorActor")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    assert "a process of the run died: GeneratorActor (process " in output
     assert f"saved  {folder.resolve()}/model" in output
     assert (folder / "model" / "model.safetensors").exists()
     workspace.assert_nothing_left()
