@@ -35,7 +35,10 @@ def ref_of(group: Group) -> GroupRef:
         num_tokens=group.num_tokens,
         max_tokens=0,
         min_version=group.min_version,
+        max_version=group.min_version,
         nbytes=0,
+        reward_mean=0.0,
+        reward_std=0.0,
     )
 
 
