@@ -327,12 +327,12 @@ def test_the_folder_cannot_be_imported_as_a_package_of_its_own():
 def test_a_lease_comes_back_when_its_holder_dies_and_not_while_it_lives(addresses: list[ShardAddress]):
     holder, other = ReplayBuffer(addresses), ReplayBuffer(addresses)
     holder.append_many([make_group(n) for n in range(4)])
-    lease = holder.lease(4, **NOW, timeout_s=0.4)
+    lease = holder.lease(4, **NOW, timeout_s=1.5)
     assert lease is not None
-    time.sleep(1.0)
+    time.sleep(2.5)
     assert other.lease(1, **NOW) is None
     holder.close()  # without a word about the lease
-    time.sleep(0.6)
+    time.sleep(2.0)
     again = other.lease(4, **NOW)
     assert again is not None and again.refs == lease.refs
     other.close()

@@ -37,7 +37,7 @@ def write(address: dict[str, Any], first: int, acknowledged: str) -> None:
 
 def hold_lease(address: dict[str, Any], pipe: Any) -> None:
     buffer = ReplayBuffer([ShardAddress.from_dict(address)])
-    lease = buffer.lease(2, **NOW, timeout_s=0.5)
+    lease = buffer.lease(2, **NOW, timeout_s=2.0)
     pipe.send(lease is not None)
     time.sleep(600)
 
@@ -134,7 +134,7 @@ def test_the_lease_of_a_killed_holder_returns(shard: Shard):
         holder = SPAWN.Process(target=hold_lease, args=(shard.address.to_dict(), theirs), daemon=True)
         holder.start()
         assert ours.recv()
-        time.sleep(1.0)
+        time.sleep(3.5)
         assert buffer.lease(1, **NOW) is None  # it lives and renews
         holder.kill()
         wait_for(lambda: buffer.lease(2, **NOW) is not None)
