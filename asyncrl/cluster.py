@@ -46,12 +46,12 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
     try:
         _probe(address)
         ray.init(address=address or "auto", **options)
-        if address is None and EMBEDDED in ray.cluster_resources():
-            ray.shutdown()
-            _start_embedded(config, options)
     except (OSError, ValueError, RuntimeError) as error:
         if address is not None:
             raise ConfigError(f"--address {address}: no Ray cluster answers there ({_first_line(error)})") from error
+    if address is None and ray.is_initialized() and EMBEDDED in ray.cluster_resources():
+        ray.shutdown()
+    if not ray.is_initialized():
         _start_embedded(config, options)
     try:
         resources = ray.cluster_resources()

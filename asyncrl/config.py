@@ -168,7 +168,7 @@ class BufferConfig(Section):
     ones are dropped. drop: generators never wait, all that ages out is dropped. wait: groups are trained strictly in
     the order of their tickets, the learners wait for slow ones, nothing is dropped."""
     lease_timeout_s: PositiveFloat = 60.0
-    """A batch whose learners died is free again after this time."""
+    """A batch whose holder, the coordinator, died is free again after this time."""
 
 
 class EvalConfig(Section):

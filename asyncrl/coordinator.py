@@ -23,7 +23,7 @@ from asyncrl.actors.generator import EvalResult
 from asyncrl.admission import Admission
 from asyncrl.buffer import LEDGER, BufferStats, Lease, ReplayBuffer, Sampling, write_parquet
 from asyncrl.config import RLConfig
-from asyncrl.errors import ReplayBufferError
+from asyncrl.errors import ReplayBufferError, WeightSyncError
 from asyncrl.learners.assign import assign_groups
 from asyncrl.metrics import Metrics
 from asyncrl.progress import Progress
@@ -275,7 +275,7 @@ class Coordinator:
 
     async def _save_after(self, error: Exception) -> None:
         """The run failed: keep what was learned, if the learners still can. Never raises."""
-        if not self._version:
+        if not self._version or isinstance(error, WeightSyncError):  # weights that are not finite are not worth it
             return
         logger.error("the run failed, saving the model of version %d or the step in progress: %s", self._version, error)
         self._progress.phase = "failed: saving the model"

@@ -103,8 +103,11 @@ class _Members:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        calls = [a.shutdown.remote() for name, a in self._actors.items() if name != "coordinator"]
-        ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_TIMEOUT_S) if calls else None
+        shards = [a for name, a in self._actors.items() if name.startswith("shard-")]
+        members = [a for name, a in self._actors.items() if name != "coordinator" and a not in shards]
+        for actors in (members, shards):  # a shard seals its files when its writers are gone
+            calls = [a.shutdown.remote() for a in actors]
+            ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_TIMEOUT_S) if calls else None
         for actor in self._actors.values():
             ray.kill(actor)
         if self._group is not None:

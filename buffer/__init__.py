@@ -10,8 +10,9 @@ from asyncrl.buffer.client import Lease, ReplayBuffer
 from asyncrl.buffer.keys import CurveKeys, ServerKeys, ShardAddress, new_keys
 from asyncrl.buffer.sampling import Sampling
 from asyncrl.buffer.schema import SCHEMA, SCHEMA_VERSION
+from asyncrl.buffer.segment_table import StoreSettings
 from asyncrl.buffer.shard import ShardServer, shared_memory
-from asyncrl.buffer.store import LEDGER, BufferStats, StoreSettings
+from asyncrl.buffer.stats import LEDGER, BufferStats
 from asyncrl.buffer.table import groups_to_table, write_parquet
 
 __all__ = [

@@ -25,14 +25,17 @@ import numpy as np
 import pyarrow as pa
 import zmq
 
+from asyncrl.buffer.connection import Connection
 from asyncrl.buffer.keys import CurveKeys, ShardAddress
 from asyncrl.buffer.records import unpack_records
 from asyncrl.buffer.remote import Location, RemoteShard, Result
 from asyncrl.buffer.sampling import FIFO, Sampling
 from asyncrl.buffer.schema import EncodedGroup, batch_to_group, encode_groups, read_batch
+from asyncrl.buffer.segment_table import StoreSettings
 from asyncrl.buffer.shard import ShardServer
 from asyncrl.buffer.snapshot import MANIFEST, read_groups, read_manifest, write_manifest
-from asyncrl.buffer.store import COUNTERS, NUM_REMEMBERED_IDS, BufferStats, StoreSettings
+from asyncrl.buffer.stats import COUNTERS, BufferStats
+from asyncrl.buffer.store import NUM_REMEMBERED_IDS
 from asyncrl.buffer.wire import MAX_FRAME_BYTES
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import Group, GroupRef
@@ -41,8 +44,10 @@ logger = logging.getLogger(__name__)
 
 LEASE_TIMEOUT_S = 60.0
 _LEASE_ATTEMPTS = 8
+_RENEWALS_PER_TIMEOUT = 4
 _RESTORE_BATCH = 64
-_FULL_POLL_S = 0.05
+_POLL_S = 0.02
+"""Between two questions for room in a full shard, or for the end of a snapshot: a shard never calls back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +68,11 @@ class Lease:
 class ReplayBuffer:
     """Client of the shards at `addresses`. Thread-safe. Close it, or use it as a context manager.
 
+    Appends go to shards on this host, where there are any; of these to the one that holds the fewest bytes.
+
     Args:
         addresses: of all shards, in the same order for every client of a run: GroupRef.shard counts in it.
         client_keys: this client's CURVE keys, for shards that have keys.
-        prefer_local: appends go to shards on this host, where there are any. Of these the emptiest is taken.
         timeout_s: longest wait for one answer of one shard, or for room in a full one; then ReplayBufferError.
 
     Example:
@@ -82,25 +88,25 @@ class ReplayBuffer:
         addresses: Sequence[ShardAddress],
         *,
         client_keys: CurveKeys | None = None,
-        prefer_local: bool = True,
         timeout_s: float = 30.0,
     ) -> None:
         if not addresses:
             raise ReplayBufferError("a replay buffer needs at least one shard address")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._client_keys = client_keys
-        self._prefer_local = prefer_local
         self._timeout_s = timeout_s
         self._servers: list[ShardServer] = []
         self._lock = threading.Lock()  # of the fields below; a shard has its own
         self._num_placed: list[int] = []
         self._placed: OrderedDict[bytes, int] = OrderedDict()  # group -> shard, the newest: a retry must go there again
         self._shards: list[RemoteShard] = []
+        self.addresses: list[ShardAddress] = []
         self._num_draws = 0
-        self._leases: dict[bytes, set[int]] = {}  # held by this client -> their shards
+        self._leases: dict[bytes, tuple[set[int], float]] = {}  # held by this client -> (their shards, timeout)
         self._located: dict[bytes, Location] = {}  # of the groups in those leases
         self._renewal: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._renew_anew = threading.Event()  # a lease was added, or the client closed
+        self._closed = False
         try:
             for address in addresses:
                 self.add_shard(address)
@@ -127,15 +133,12 @@ class ReplayBuffer:
 
     # Shards
 
-    @property
-    def addresses(self) -> list[ShardAddress]:
-        """Of all shards."""
-        return [shard.address for shard in self._shards]
-
     def add_shard(self, address: ShardAddress) -> int:
         """Use another shard from now on; its position. Every client of a run adds the same shards in the same order."""
-        shard = RemoteShard(self._context, address, keys=self._client_keys, timeout_s=self._timeout_s)
+        connection = Connection(self._context, address, keys=self._client_keys, timeout_s=self._timeout_s)
+        shard = RemoteShard(connection)
         with self._lock:
+            self.addresses.append(address)
             self._shards.append(shard)
             self._num_placed.append(0)
             return len(self._shards) - 1
@@ -182,7 +185,7 @@ class ReplayBuffer:
             if len(results) < len(encoded):
                 if time.monotonic() > deadline:
                     raise ReplayBufferError(self._explain_full(len(encoded) - len(results)))
-                time.sleep(_FULL_POLL_S)
+                time.sleep(_POLL_S)
         refused = [answer for answer in results.values() if isinstance(answer, str)]
         if refused:
             raise ReplayBufferError(f"{len(refused)} of {len(encoded)} groups were refused: {refused[0]}")
@@ -225,7 +228,7 @@ class ReplayBuffer:
                 return None
             lease = Lease(uuid.uuid4().bytes, _within([ref for ref, _ in offers], max_tokens), sampling.max_uses)
             if self._take(lease, bound | {"timeout_s": timeout_s}):
-                self._hold(lease, dict((ref.group_id, location) for ref, location in offers), timeout_s)
+                self._hold(lease, {ref.group_id: location for ref, location in offers}, timeout_s)
                 return lease
         return None
 
@@ -291,7 +294,7 @@ class ReplayBuffer:
             while not (reply := shard.request("snapshot_state", {})).header.get("done"):
                 if time.monotonic() > deadline:
                     raise ReplayBufferError(f"shard {shard.endpoint} did not finish its snapshot in {timeout_s:g} s")
-                time.sleep(0.01)
+                time.sleep(_POLL_S)
             files[name] = {key: reply.header[key] for key in ("num_groups", "num_bytes", "xxh3")}
         write_manifest(directory, files, policy_version=policy_version)
         return sum(file["num_groups"] for file in files.values())
@@ -315,7 +318,8 @@ class ReplayBuffer:
 
     def close(self) -> None:
         """Close the connections (and the shards of `local`). Repeating it is harmless."""
-        self._closed.set()
+        self._closed = True
+        self._renew_anew.set()
         if self._renewal is not None:
             self._renewal.join()
             self._renewal = None
@@ -341,8 +345,7 @@ class ReplayBuffer:
         open_shards = [i for i, shard in enumerate(self._shards) if not shard.draining]
         if not open_shards:
             raise ReplayBufferError("every shard of the replay buffer is draining: none takes groups")
-        if self._prefer_local:
-            open_shards = [i for i in open_shards if self._shards[i].is_local] or open_shards
+        open_shards = [i for i in open_shards if self._shards[i].is_local] or open_shards
         with self._lock:
             emptiest = min(open_shards, key=lambda i: (self._shards[i].group_bytes, self._num_placed[i]))
             placed: dict[int, list[int]] = {}
@@ -409,13 +412,12 @@ class ReplayBuffer:
     def _hold(self, lease: Lease, located: Mapping[bytes, Location], timeout_s: float) -> None:
         """Remember a lease, and renew it from now on."""
         with self._lock:
-            self._leases[lease.lease_id] = set(_by_shard(lease.refs))
+            self._leases[lease.lease_id] = (set(_by_shard(lease.refs)), timeout_s)
             self._located |= {ref.group_id: located[ref.group_id] for ref in lease.refs}
-            if self._renewal is None and not self._closed.is_set():
-                self._renewal = threading.Thread(
-                    target=self._renew_leases, args=(timeout_s / 4,), name="lease renewal", daemon=True
-                )
+            if self._renewal is None and not self._closed:
+                self._renewal = threading.Thread(target=self._renew_leases, name="lease renewal", daemon=True)
                 self._renewal.start()
+            self._renew_anew.set()
 
     def _forget(self, lease: Lease) -> None:
         with self._lock:
@@ -423,12 +425,20 @@ class ReplayBuffer:
             for ref in lease.refs:
                 self._located.pop(ref.group_id, None)
 
-    def _renew_leases(self, every_s: float) -> None:
-        while not self._closed.wait(every_s):
+    def _renew_leases(self) -> None:
+        """Renew all leases several times within the shortest of their timeouts."""
+        renewed_at = time.monotonic()
+        while not self._closed:
             with self._lock:
-                held = {lease: set(shards) for lease, shards in self._leases.items()}
+                held = dict(self._leases)
+            shortest = min((timeout_s for _, timeout_s in held.values()), default=LEASE_TIMEOUT_S)
+            due_in = renewed_at + shortest / _RENEWALS_PER_TIMEOUT - time.monotonic()
+            if due_in > 0 and self._renew_anew.wait(due_in):
+                self._renew_anew.clear()
+                continue
+            renewed_at = time.monotonic()
             for index, shard in enumerate(self._shards):
-                leases = [lease.hex() for lease, shards in held.items() if index in shards]
+                leases = [lease.hex() for lease, (shards, _) in held.items() if index in shards]
                 if not leases:
                     continue
                 try:

@@ -67,21 +67,6 @@ class Record:
     owner: bytes = NO_ID
 
 
-NO_REF = GroupRef(
-    shard=0,
-    group_id=NO_ID,
-    number=0,
-    num_rows=0,
-    num_tokens=0,
-    max_tokens=0,
-    min_version=0,
-    max_version=0,
-    nbytes=0,
-    reward_mean=0.0,
-    reward_std=0.0,
-)
-
-
 def pack_entry(entry: Entry, kind: Kind = Kind.APPEND, owner: bytes = NO_ID) -> bytes:
     """The bytes of a record about this entry."""
     ref = entry.ref

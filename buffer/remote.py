@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import xxhash
-import zmq
 
 from asyncrl.buffer.connection import Connection
-from asyncrl.buffer.keys import CurveKeys, ShardAddress
 from asyncrl.buffer.records import Entry, pack_entry, unpack_records
 from asyncrl.buffer.schema import EncodedGroup
-from asyncrl.buffer.segments import SegmentReader, SegmentWriter, WriterLock, metadata_length
+from asyncrl.buffer.segments import IDENTITY, WRITERS, SegmentReader, SegmentWriter, WriterLock, metadata_length
 from asyncrl.buffer.wire import MAX_FRAME_BYTES, Message
 from asyncrl.errors import ReplayBufferError
 
@@ -32,22 +30,15 @@ Result = bool | str | None
 
 
 class RemoteShard:
-    """Thread-safe. `group_bytes` is what the shard's groups took at the last append."""
+    """Thread-safe. `group_bytes` is what the shard's groups took at the last append; `request` and `post` are those of
+    its connection."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: ShardAddress,
-        *,
-        keys: CurveKeys | None,
-        timeout_s: float,
-        sync: bool = False,
-    ) -> None:
-        self.address = address
-        self.endpoint = address.endpoint
+    def __init__(self, connection: Connection) -> None:
+        self.endpoint = connection.endpoint
         self.group_bytes = 0
         self.draining = False
-        self._connection = Connection(context, address, keys=keys, timeout_s=timeout_s)
+        self.request, self.post = connection.request, connection.post
+        self._connection = connection
         self._lock = threading.Lock()  # of the writer and the reader
         self._directory: Path | None = None
         self._greeted = False
@@ -62,14 +53,6 @@ class RemoteShard:
         with self._lock:
             self._greet()
         return self._directory is not None
-
-    def request(self, op: str, fields: Mapping[str, Any], payloads: Sequence[Any] = ()) -> Message:
-        """See Connection.request."""
-        return self._connection.request(op, fields, payloads)
-
-    def post(self, op: str, fields: Mapping[str, Any]) -> None:
-        """See Connection.post."""
-        self._connection.post(op, fields)
 
     def append(self, groups: Sequence[EncodedGroup]) -> list[Result]:
         """Store groups. After a timeout the same call may be repeated: what the shard has it ignores."""
@@ -133,8 +116,8 @@ class RemoteShard:
         reply = self.request("hello", {})
         directory = Path(reply.text("directory"))
         try:
-            token = json.loads((directory / "identity").read_text())["token"]
-            if token == reply.text("token") and os.access(directory / "writers", os.W_OK):
+            token = json.loads((directory / IDENTITY).read_text())["token"]
+            if token == reply.text("token") and os.access(directory / WRITERS, os.W_OK):
                 self._directory = directory
         except (OSError, ValueError, KeyError):
             pass  # another host, another container or another user: the socket it is
@@ -191,7 +174,7 @@ class RemoteShard:
         """Go on in another segment; False when the shard is full or draining."""
         assert self._directory is not None
         if self._writer_lock is None:
-            self._writer_lock = WriterLock(self._directory / "writers" / self._writer_id.hex())
+            self._writer_lock = WriterLock(self._directory / WRITERS / self._writer_id.hex())
         fields = {"writer": self._writer_id.hex(), "num_bytes": num_bytes, "seal": self._writer.number}
         reply = self.request("grant", fields)
         self._writer.close()

@@ -10,10 +10,11 @@ takes the same time however much is stored.
 from __future__ import annotations
 
 import heapq
+import math
 import random
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import GroupRef
@@ -54,62 +55,79 @@ class Sampling:
 FIFO = Sampling()
 
 
-def offer(
-    free: Sequence[tuple[int, bytes]],
-    refs: Mapping[bytes, Any],
-    by_version: Mapping[int, Mapping[bytes, None]],
-    sampling: Sampling,
-    *,
-    num: int,
-    draw: str,
-) -> list[Offer]:
-    """The first `num` free groups with their keys, lowest key first.
+class FreeGroups:
+    """The groups that may be leased, in the orders that leases ask for.
 
-    Args:
-        free: (number, group id), sorted.
-        refs: group id -> anything with a `ref`.
-        by_version: min_version -> ids of its free groups.
-        draw: names this draw; random orders differ from draw to draw.
+    Attributes:
+        rows, tokens, bytes: sums over them.
     """
-    num = min(num, len(free))
-    if sampling.order == "fifo":
-        return [((float(number),), refs[group_id].ref) for number, group_id in free[:num]]
-    if sampling.order == "freshest":
-        return _freshest(refs, by_version, num)
-    rng = random.Random(f"{sampling.seed} {draw}")
-    if sampling.order == "uniform":
-        return _uniform(free, refs, rng, num)
-    return _prioritized(free, refs, rng, num)
+
+    def __init__(self) -> None:
+        self.rows = self.tokens = self.bytes = 0
+        self._refs: dict[bytes, GroupRef] = {}
+        self._in_order: list[tuple[int, bytes]] = []  # (number, group id), sorted
+        self._by_version: dict[int, dict[bytes, None]] = {}  # min_version -> ids
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def add(self, ref: GroupRef) -> None:
+        self._refs[ref.group_id] = ref
+        insort(self._in_order, (ref.number, ref.group_id))
+        self._by_version.setdefault(ref.min_version, {})[ref.group_id] = None
+        self._count(ref, 1)
+
+    def remove(self, ref: GroupRef) -> None:
+        del self._refs[ref.group_id]
+        del self._in_order[bisect_left(self._in_order, (ref.number, ref.group_id))]
+        ids = self._by_version[ref.min_version]
+        del ids[ref.group_id]
+        if not ids:
+            del self._by_version[ref.min_version]
+        self._count(ref, -1)
+
+    def older_than(self, version: int) -> list[GroupRef]:
+        """Those whose min_version is below, oldest first."""
+        versions = sorted(v for v in self._by_version if v < version)
+        return [self._refs[group_id] for v in versions for group_id in self._by_version[v]]
+
+    def first(self, num: int, sampling: Sampling, *, draw: str) -> list[Offer]:
+        """At most `num` of them with their keys, lowest key first. Random orders depend on the name of the `draw`."""
+        num = max(0, min(num, len(self)))
+        if sampling.order == "fifo":
+            return [((float(number),), self._refs[group_id]) for number, group_id in self._in_order[:num]]
+        if sampling.order == "freshest":
+            return self._freshest(num)
+        rng = random.Random(f"{sampling.seed} {draw}")
+        return self._uniform(num, rng) if sampling.order == "uniform" else self._prioritized(num, rng)
+
+    def _freshest(self, num: int) -> list[Offer]:
+        chosen: list[Offer] = []
+        for version in sorted(self._by_version, reverse=True):
+            if len(chosen) == num:
+                break
+            groups = (self._refs[group_id] for group_id in self._by_version[version])
+            newest = heapq.nlargest(num - len(chosen), groups, key=lambda ref: (ref.number, ref.group_id))
+            chosen += [((-float(version), -float(ref.number)), ref) for ref in newest]
+        return chosen
+
+    def _uniform(self, num: int, rng: random.Random) -> list[Offer]:
+        time, chosen = 0.0, []
+        for i, position in enumerate(rng.sample(range(len(self)), num)):
+            time += rng.expovariate(len(self) - i)
+            chosen.append(((time,), self._refs[self._in_order[position][1]]))
+        return chosen
+
+    def _prioritized(self, num: int, rng: random.Random) -> list[Offer]:
+        races = ((rng.expovariate(_weight(self._refs[i])), i) for _, i in self._in_order)
+        return [((time,), self._refs[group_id]) for time, group_id in heapq.nsmallest(num, races)]
+
+    def _count(self, ref: GroupRef, sign: int) -> None:
+        self.rows += sign * ref.num_rows
+        self.tokens += sign * ref.num_tokens
+        self.bytes += sign * ref.nbytes
 
 
-def _freshest(refs: Mapping[bytes, Any], by_version: Mapping[int, Mapping[bytes, None]], num: int) -> list[Offer]:
-    chosen: list[Offer] = []
-    for version in sorted(by_version, reverse=True):
-        if len(chosen) == num:
-            break
-        ids = by_version[version]
-        newest = heapq.nlargest(num - len(chosen), ((refs[i].ref.number, i) for i in ids))
-        chosen += [((-float(version), -float(number)), refs[group_id].ref) for number, group_id in newest]
-    return chosen
-
-
-def _uniform(free: Sequence[tuple[int, bytes]], refs: Mapping[bytes, Any], rng: random.Random, num: int) -> list[Offer]:
-    time, chosen = 0.0, []
-    for i, position in enumerate(rng.sample(range(len(free)), num)):
-        time += rng.expovariate(len(free) - i)
-        chosen.append(((time,), refs[free[position][1]].ref))
-    return chosen
-
-
-def _prioritized(
-    free: Sequence[tuple[int, bytes]], refs: Mapping[bytes, Any], rng: random.Random, num: int
-) -> list[Offer]:
-    groups = [refs[group_id].ref for _, group_id in free]
-    first = heapq.nsmallest(num, ((rng.expovariate(weight(ref)), i) for i, ref in enumerate(groups)))
-    return [((time,), groups[i]) for time, i in first]
-
-
-def weight(ref: GroupRef) -> float:
-    """Of a group in prioritized sampling."""
-    spread = ref.reward_std if ref.reward_std == ref.reward_std else 0.0
+def _weight(ref: GroupRef) -> float:
+    spread = 0.0 if math.isnan(ref.reward_std) else ref.reward_std
     return spread + MIN_WEIGHT

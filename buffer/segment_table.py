@@ -18,6 +18,27 @@ NUM_RECYCLED = 8
 RECYCLED = ".recycled"
 
 
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """What a shard does with its groups' bytes.
+
+    Attributes:
+        durability: memory: files in shared memory; they survive any process but not the machine. disk: files on disk,
+            written out by the kernel. fsync: on disk before a group is acknowledged.
+        capacity_bytes: a shard whose segments take this much takes no more groups until some are gone.
+        memory_bytes: (memory) beyond this, sealed segments move to spill_dir, oldest first.
+        keep: never reuse a segment: the whole run stays readable.
+        segment_bytes: of one segment file; a group that is larger gets one of its own.
+    """
+
+    durability: Durability = "memory"
+    capacity_bytes: int = 16 << 30
+    memory_bytes: int | None = None
+    spill_dir: Path | None = None
+    keep: bool = False
+    segment_bytes: int = 4 << 20
+
+
 @dataclass(slots=True)
 class Segment:
     """One segment file.
@@ -47,32 +68,13 @@ class SegmentTable:
     """All segments of one shard, in `directory`.
 
     Args:
-        segment_bytes: size of a segment; a group that is larger gets a segment of its own.
-        capacity_bytes: most bytes of all segments that hold or may get groups.
-        memory_bytes: beyond this, sealed segments move to spill_dir, oldest first.
-        keep: never recycle: every trajectory of the run stays on disk.
         log: writes records, before anything depends on them.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        segment_bytes: int,
-        capacity_bytes: int,
-        memory_bytes: int | None,
-        spill_dir: Path | None,
-        keep: bool,
-        sync: bool,
-        log: Callable[[bytes], None],
-    ) -> None:
+    def __init__(self, directory: Path, settings: StoreSettings, *, log: Callable[[bytes], None]) -> None:
         self._directory = directory
-        self._segment_bytes = segment_bytes
-        self._capacity_bytes = capacity_bytes
-        self._memory_bytes = memory_bytes
-        self._spill_dir = spill_dir
-        self._keep = keep
-        self._sync = sync
+        self._settings = settings
+        self._sync = settings.durability == "fsync"
         self._log = log
         self._segments: dict[int, Segment] = {}
         self._recycled: list[str] = []
@@ -99,8 +101,8 @@ class SegmentTable:
 
     def grant(self, writer: bytes, num_bytes: int) -> Segment | None:
         """A segment with room for a message of that size, for this writer alone; None when the shard is full."""
-        capacity = max(self._segment_bytes, len(PREFIX) + aligned(num_bytes))
-        if self.bytes_in_use + capacity > self._capacity_bytes:
+        capacity = max(self._settings.segment_bytes, len(PREFIX) + aligned(num_bytes))
+        if self.bytes_in_use + capacity > self._settings.capacity_bytes:
             return None
         number = self._last + 1
         path = segment_path(self._directory, number, sealed=False)
@@ -170,7 +172,7 @@ class SegmentTable:
             else:
                 del self._segments[segment.number]  # recycled before
         known = {segment.path for segment in self._segments.values()}
-        for directory in (self._directory, self._spill_dir):
+        for directory in (self._directory, self._settings.spill_dir):
             for path in () if directory is None or not directory.is_dir() else directory.iterdir():
                 if path.suffix == RECYCLED and directory == self._directory and str(path) not in self._recycled:
                     self._recycled.append(str(path))
@@ -191,10 +193,10 @@ class SegmentTable:
                 yield pack_event(Kind.SEAL, segment=s.number)
 
     def _recycle(self, segment: Segment) -> None:
-        if self._keep:
+        if self._settings.keep:
             return
         del self._segments[segment.number]
-        if segment.spilled or len(self._recycled) >= NUM_RECYCLED or segment.capacity > self._segment_bytes:
+        if segment.spilled or len(self._recycled) >= NUM_RECYCLED or segment.capacity > self._settings.segment_bytes:
             Path(segment.path).unlink(missing_ok=True)
         else:
             self._reuse(segment.path)
@@ -206,10 +208,10 @@ class SegmentTable:
         self._recycled.append(name)
 
     def _spill_if_over_budget(self) -> None:
-        if self._memory_bytes is None:
+        if self._settings.memory_bytes is None:
             return
         in_memory = [s for s in self._segments.values() if not s.spilled]
-        excess = sum(s.capacity if s.is_open else s.used for s in in_memory) - self._memory_bytes
+        excess = sum(s.capacity if s.is_open else s.used for s in in_memory) - self._settings.memory_bytes
         for segment in in_memory:
             if excess <= 0:
                 return
@@ -237,5 +239,5 @@ class SegmentTable:
         segment.path, segment.spilled = target, True
 
     def _spilled_path(self, number: int) -> str:
-        assert self._spill_dir is not None
-        return segment_path(self._spill_dir, number, sealed=True)
+        assert self._settings.spill_dir is not None
+        return segment_path(self._settings.spill_dir, number, sealed=True)

@@ -27,6 +27,8 @@ from asyncrl.buffer.schema import SCHEMA
 from asyncrl.errors import ReplayBufferError
 
 SEALED, OPEN = ".arrow", ".open"
+IDENTITY, WRITERS = "identity", "writers"
+"""Beside the segments: what a client recognises the shard by, and the folder of the writers' locks."""
 _MAGIC = b"ARROW1"
 _ALIGNMENT = 64
 _BLOCK = struct.Struct("<qi4xq")  # Block: offset, metaDataLength, bodyLength

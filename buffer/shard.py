@@ -26,14 +26,16 @@ import zmq
 from asyncrl.buffer.keys import ServerKeys, ShardAddress, check_host, secure_server
 from asyncrl.buffer.records import Entry, pack_entry, unpack_records
 from asyncrl.buffer.sampling import Sampling
+from asyncrl.buffer.segment_table import StoreSettings
+from asyncrl.buffer.segments import IDENTITY
 from asyncrl.buffer.snapshot import SnapshotWriter
-from asyncrl.buffer.store import COUNTERS, GroupStore, StoreSettings
+from asyncrl.buffer.stats import COUNTERS
+from asyncrl.buffer.store import GroupStore
 from asyncrl.buffer.wire import MAX_FRAME_BYTES, Message, identity, pack, unpack
 from asyncrl.errors import ReplayBufferError
 
 logger = logging.getLogger(__name__)
 
-IDENTITY = "identity"
 TICK_S = 1.0
 
 Reply = tuple[dict[str, Any], list[Any]]
@@ -89,18 +91,19 @@ class ShardService:
         return pack({"id": request_id, "ok": True, **header}, payloads)
 
     def tick(self) -> None:
-        """What is due without being asked: leases and segments of holders that died. Never raises."""
+        """What is due without being asked: leases and segments of holders that died, a long log. Never raises."""
         try:
             if num := self.store.expire_leases():
                 logger.warning("%d leases ran out without a renewal; their groups are free again", num)
             if num := self.store.seal_dead_writers():
                 logger.warning("%d segments of writers that died were closed", num)
             self._unpin_if_written()
-        except ReplayBufferError as error:
-            logger.error("buffer shard: %s", error)
+            self.store.compact_if_long()
+        except Exception:
+            logger.exception("buffer shard: its upkeep failed; the shard goes on")
 
     def _hello(self, message: Message) -> Reply:
-        return {"directory": str(self.store.directory), "token": self._token, "draining": self._draining}, []
+        return {"directory": str(self.store.directory), "token": self._token}, []
 
     def _grant(self, message: Message) -> Reply:
         if self._draining:
@@ -110,7 +113,7 @@ class ShardService:
             raise ReplayBufferError(f"num_bytes must be 0 to {MAX_FRAME_BYTES}; got {num_bytes}")
         segment = self.store.grant(message.identity("writer"), num_bytes, seal=message.integer("seal"))
         if segment is None:
-            return {"segment": None, "bytes": self.store.group_bytes}, []
+            return {"segment": None}, []
         return {"segment": segment.number, "path": segment.path, "capacity": segment.capacity}, []
 
     def _append(self, message: Message) -> Reply:

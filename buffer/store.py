@@ -11,11 +11,11 @@ continues from the files where a killed one was: a store opened on a directory i
 
 from __future__ import annotations
 
+import math
 import struct
 import time
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ import xxhash
 
 from asyncrl.buffer.log import ShardLog
 from asyncrl.buffer.records import NO_ID, Entry, Kind, Record, pack_entry, pack_event
-from asyncrl.buffer.sampling import FIFO, Offer, Sampling, offer
+from asyncrl.buffer.sampling import FIFO, FreeGroups, Offer, Sampling
 from asyncrl.buffer.schema import describe, read_batch
-from asyncrl.buffer.segment_table import Durability, Segment, SegmentTable
-from asyncrl.buffer.segments import PREFIX, SegmentReader, SegmentWriter, WriterLock, aligned, metadata_length
+from asyncrl.buffer.segment_table import Segment, SegmentTable, StoreSettings
+from asyncrl.buffer.segments import PREFIX, WRITERS, SegmentReader, SegmentWriter, WriterLock, aligned, metadata_length
+from asyncrl.buffer.stats import TOTALS, BufferStats
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import GroupRef
 
@@ -34,82 +35,7 @@ NUM_REMEMBERED_IDS = 1 << 14
 """Ids of groups that are gone, the newest ones, so that a late repeated append or commit is recognised."""
 GRACE_S = 60.0
 """How long the leases of an earlier process last without a renewal."""
-WRITERS = "writers"
 _SELF = b"the shard itself"
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSettings:
-    """What a shard does with its groups' bytes.
-
-    Attributes:
-        durability: memory: files in shared memory; they survive any process but not the machine. disk: files on disk,
-            written out by the kernel. fsync: on disk before a group is acknowledged.
-        capacity_bytes: a shard that holds this much takes no more groups until some are gone.
-        memory_bytes: (memory) beyond this, sealed segments move to spill_dir.
-        keep: never reuse a segment: the whole run stays readable.
-        segment_bytes: of one segment file.
-    """
-
-    durability: Durability = "memory"
-    capacity_bytes: int = 16 << 30
-    memory_bytes: int | None = None
-    spill_dir: Path | None = None
-    keep: bool = False
-    segment_bytes: int = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class BufferStats:
-    """Contents and totals of one shard, or of all; the LEDGER counters and `groups` add up (is_balanced).
-
-    Attributes:
-        groups, rows, tokens, bytes: free groups, those that a lease may take. Tokens as in Group.num_tokens.
-        leased_groups, leased_bytes: groups handed out, neither committed nor released. They still take memory.
-        held_bytes: of all segment files, dead groups and room for new ones included.
-        appended, committed, evicted, quarantined: totals in groups since the start; a group that is used several times
-            is committed with its last use.
-        uses: how often groups were trained on.
-        committed_rows, committed_tokens, committed_reward: sums over the committed groups (reward: of their means).
-        evicted_rows, evicted_tokens, evicted_reward: over the evicted, so that a bias of what is dropped shows.
-        shards: the same for every shard, in the order of the address list; empty in the stats of one shard.
-    """
-
-    groups: int = 0
-    rows: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    leased_groups: int = 0
-    leased_bytes: int = 0
-    held_bytes: int = 0
-    appended: int = 0
-    committed: int = 0
-    evicted: int = 0
-    quarantined: int = 0
-    uses: int = 0
-    committed_rows: int = 0
-    committed_tokens: int = 0
-    committed_reward: float = 0.0
-    evicted_rows: int = 0
-    evicted_tokens: int = 0
-    evicted_reward: float = 0.0
-    shards: tuple[BufferStats, ...] = ()
-
-    @classmethod
-    def total(cls, shards: Sequence[BufferStats]) -> BufferStats:
-        return cls(**{name: sum(getattr(s, name) for s in shards) for name in COUNTERS}, shards=tuple(shards))
-
-    @property
-    def is_balanced(self) -> bool:
-        """Whether every appended group is accounted for."""
-        gone = self.committed + self.evicted + self.quarantined
-        return self.appended == self.groups + self.leased_groups + gone
-
-
-LEDGER = ("appended", "leased_groups", "committed", "evicted", "quarantined")
-"""The counters that must add up, see BufferStats.is_balanced."""
-COUNTERS = tuple(field.name for field in fields(BufferStats) if field.name != "shards")
-_TOTALS = COUNTERS[COUNTERS.index("appended") :]
 
 
 @dataclass(slots=True)
@@ -141,30 +67,18 @@ class GroupStore:
         (directory / WRITERS).mkdir(exist_ok=True)
         self.directory = directory
         self.policy_version: int | None = None
-        self._settings = settings
         self._sync = settings.durability == "fsync"
         self._now = now
         self._log = ShardLog(directory / "log", sync=self._sync)
-        self._segments = SegmentTable(
-            directory,
-            segment_bytes=settings.segment_bytes,
-            capacity_bytes=settings.capacity_bytes,
-            memory_bytes=settings.memory_bytes,
-            spill_dir=settings.spill_dir,
-            keep=settings.keep,
-            sync=self._sync,
-            log=self._log.write,
-        )
+        self._segments = SegmentTable(directory, settings, log=self._log.write)
         self._reader = SegmentReader()
         self._writer = SegmentWriter()
         self._held: dict[bytes, Held] = {}
-        self._free: list[tuple[int, bytes]] = []  # (number, group id), sorted
-        self._by_version: dict[int, dict[bytes, None]] = {}  # min_version -> ids of its free groups
+        self._free = FreeGroups()
         self._leases: dict[bytes, dict[bytes, None]] = {}
         self._deadlines: dict[bytes, tuple[float, float]] = {}  # lease -> (when it ends, its timeout)
         self._gone: dict[bytes, bytes] = {}  # id -> lease that it was committed under, or NO_ID; oldest first
-        self._totals: dict[str, Any] = dict.fromkeys(_TOTALS, 0)
-        self._free_totals = {"rows": 0, "tokens": 0, "bytes": 0}
+        self._totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
         self._leased_bytes = 0
         for record in self._log.read():
             self._apply(record)
@@ -250,8 +164,8 @@ class GroupStore:
             if s.writer != _SELF and not WriterLock.is_held(self.directory / WRITERS / s.writer.hex())
         ]
         for segment in dead:
-            self._segments.seal(segment)
             (self.directory / WRITERS / segment.writer.hex()).unlink(missing_ok=True)
+            self._segments.seal(segment)
         return len(dead)
 
     # Reading
@@ -265,18 +179,24 @@ class GroupStore:
         return held.entry, self._segments[held.entry.segment].path
 
     def read(self, group_id: bytes) -> bytes:
-        """The Arrow message of a held group, verified. A damaged one is quarantined, which the error says."""
-        entry, path = self.locate(group_id)
-        return self._verify(entry, path)
+        """The Arrow message of a held group, verified.
 
-    def quarantine(self, group_id: bytes) -> bool:
-        """Give up a group if its bytes here do not match its checksum. Its segment stays for inspection."""
+        Raises ReplayBufferError when it is not here, or damaged: then it is given up, and its segment stays as it is.
+        """
         entry, path = self.locate(group_id)
         try:
-            self._verify(entry, path)
-        except ReplayBufferError:
+            return self._verify(entry, path)
+        except ReplayBufferError as error:
             self._log.write(pack_event(Kind.QUARANTINE, group_id=group_id))
             self._quarantine(group_id)
+            raise ReplayBufferError(f"{error}; it was given up") from error
+
+    def quarantine(self, group_id: bytes) -> bool:
+        """A reader found a held group damaged: give it up if it is, and say so. False: the bytes here are intact."""
+        self.locate(group_id)
+        try:
+            self.read(group_id)
+        except ReplayBufferError:
             return True
         return False
 
@@ -305,8 +225,7 @@ class GroupStore:
         """Drop free groups with policy_version - min_version > max_staleness; they are counted and returned."""
         self.advance(policy_version)
         self.expire_leases()
-        stale_versions = [v for v in self._by_version if v < policy_version - max_staleness]
-        stale = [self._held[group_id].ref for v in sorted(stale_versions) for group_id in self._by_version[v]]
+        stale = self._free.older_than(policy_version - max_staleness)
         if stale:
             self._log.write(b"".join(pack_event(Kind.EVICT, group_id=ref.group_id) for ref in stale))
         for ref in stale:
@@ -318,7 +237,7 @@ class GroupStore:
     ) -> list[Offer]:
         """The first usable free groups in the order of `sampling`, at most num_groups, after evicting the stale."""
         self.evict(policy_version=policy_version, max_staleness=max_staleness)
-        return offer(self._free, self._held, self._by_version, sampling, num=max(num_groups, 0), draw=draw)
+        return self._free.first(num_groups, sampling, draw=draw)
 
     def lease(
         self,
@@ -353,7 +272,7 @@ class GroupStore:
         """The holder lives: count its timeout from now. False for a lease that is not known (any more)."""
         if lease_id not in self._leases:
             return False
-        _, timeout_s = self._deadlines.get(lease_id, (0.0, float("inf")))
+        _, timeout_s = self._deadlines[lease_id]
         self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
         return True
 
@@ -382,7 +301,6 @@ class GroupStore:
         for group_id, last in counted:
             self._commit(group_id, lease_id) if last else self._use(group_id, lease_id)
         self._end_if_empty(lease_id)
-        self._compact_if_long()
         if conflicts:
             raise ReplayBufferError(
                 f"lease {lease_id.hex()} ran out before its commit, and {len(conflicts)} of its groups were handed out "
@@ -411,7 +329,9 @@ class GroupStore:
     def stats(self) -> BufferStats:
         return BufferStats(
             groups=len(self._free),
-            **self._free_totals,
+            rows=self._free.rows,
+            tokens=self._free.tokens,
+            bytes=self._free.bytes,
             leased_groups=len(self._held) - len(self._free),
             leased_bytes=self._leased_bytes,
             held_bytes=self.held_bytes,
@@ -421,16 +341,22 @@ class GroupStore:
     @property
     def group_bytes(self) -> int:
         """Bytes of all groups, leased ones included."""
-        return self._free_totals["bytes"] + self._leased_bytes
+        return self._free.bytes + self._leased_bytes
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all segments, empty ones that wait for their next use included."""
         return self._segments.bytes_in_use + self._segments.recycled_bytes
 
+    def compact_if_long(self) -> None:
+        """Shorten the log when most of it is likely history."""
+        if self._log.is_long:
+            self._log.compact(self._records())
+
     def close(self) -> None:
-        """Seal what this store wrote itself and close its files. The contents stay in the directory."""
+        """Seal what nobody writes to any more and close all files. The contents stay in the directory."""
         self._seal_own()
+        self.seal_dead_writers()
         self._writer.close()
         self._reader.close()
         self._log.close()
@@ -470,15 +396,11 @@ class GroupStore:
             case Kind.VERSION:
                 self.policy_version = number
             case Kind.TOTAL:
-                name = _TOTALS[entry.segment]
+                name = TOTALS[entry.segment]
                 value = struct.unpack("<d", struct.pack("<q", number))[0]
                 self._totals[name] = value if name.endswith("reward") else int(value)
             case Kind.GONE:
                 self._gone[group_id] = record.owner
-
-    def _compact_if_long(self) -> None:
-        if self._log.is_long:
-            self._log.compact(self._records())
 
     def _records(self) -> Iterator[bytes]:
         """The shortest log that leads to this state."""
@@ -493,7 +415,7 @@ class GroupStore:
             if held.lease != NO_ID:
                 yield pack_event(Kind.LEASE, group_id=group_id, owner=held.lease)
         yield from self._segments.seals()
-        for index, name in enumerate(_TOTALS):
+        for index, name in enumerate(TOTALS):
             bits = struct.unpack("<q", struct.pack("<d", float(self._totals[name])))[0]
             yield pack_event(Kind.TOTAL, segment=index, number=bits)
 
@@ -520,11 +442,11 @@ class GroupStore:
     def _add(self, entry: Entry) -> None:
         self._held[entry.ref.group_id] = Held(entry)
         self._segments.add(entry)
-        self._make_free(entry.ref)
+        self._free.add(entry.ref)
 
     def _lease(self, group_id: bytes, lease_id: bytes) -> None:
         held = self._held[group_id]
-        self._take(held.ref)
+        self._free.remove(held.ref)
         held.lease = lease_id
         self._leased_bytes += held.ref.nbytes
         self._leases.setdefault(lease_id, {})[group_id] = None
@@ -532,7 +454,7 @@ class GroupStore:
     def _release(self, group_id: bytes) -> None:
         held = self._held[group_id]
         self._end_lease(held)
-        self._make_free(held.ref)
+        self._free.add(held.ref)
 
     def _use(self, group_id: bytes, lease_id: bytes) -> None:
         held = self._held[group_id]
@@ -543,43 +465,37 @@ class GroupStore:
             self._release(group_id)
 
     def _commit(self, group_id: bytes, lease_id: bytes) -> None:
-        held = self._held[group_id]
-        if held.lease != NO_ID:
-            self._end_lease(held)
-        else:
-            self._take(held.ref)
         self._totals["uses"] += 1
-        self._drop(held, lease_id, "committed")
+        self._drop(group_id, lease_id, "committed")
 
     def _evict(self, group_id: bytes) -> None:
-        held = self._held[group_id]
-        self._take(held.ref)
-        self._drop(held, NO_ID, "evicted")
+        self._drop(group_id, NO_ID, "evicted")
 
     def _quarantine(self, group_id: bytes) -> None:
-        held = self._held.pop(group_id)
-        if held.lease != NO_ID:
-            self._end_lease(held)
-        else:
-            self._take(held.ref)
-        self._forget(group_id, NO_ID)
+        self._take_out(group_id, NO_ID)
         self._totals["quarantined"] += 1
 
-    def _drop(self, held: Held, lease_id: bytes, fate: str) -> None:
-        ref = held.ref
-        del self._held[ref.group_id]
+    def _drop(self, group_id: bytes, lease_id: bytes, fate: str) -> None:
+        held = self._take_out(group_id, lease_id)
         self._segments.drop(held.entry.segment)
-        self._forget(ref.group_id, lease_id)
+        ref = held.ref
         self._totals[fate] += 1
         self._totals[f"{fate}_rows"] += ref.num_rows
         self._totals[f"{fate}_tokens"] += ref.num_tokens
-        if ref.reward_mean == ref.reward_mean:
+        if not math.isnan(ref.reward_mean):
             self._totals[f"{fate}_reward"] += ref.reward_mean
 
-    def _forget(self, group_id: bytes, lease_id: bytes) -> None:
+    def _take_out(self, group_id: bytes, lease_id: bytes) -> Held:
+        """The group, free or leased, is held no more, but remembered."""
+        held = self._held.pop(group_id)
+        if held.lease == NO_ID:
+            self._free.remove(held.ref)
+        else:
+            self._end_lease(held)
         self._gone[group_id] = lease_id
         if len(self._gone) > NUM_REMEMBERED_IDS:
             del self._gone[next(iter(self._gone))]
+        return held
 
     def _end_lease(self, held: Held) -> None:
         self._leases[held.lease].pop(held.ref.group_id, None)
@@ -591,21 +507,3 @@ class GroupStore:
         if not self._leases.get(lease_id):
             self._leases.pop(lease_id, None)
             self._deadlines.pop(lease_id, None)
-
-    def _make_free(self, ref: GroupRef) -> None:
-        insort(self._free, (ref.number, ref.group_id))
-        self._by_version.setdefault(ref.min_version, {})[ref.group_id] = None
-        self._count_free(ref, 1)
-
-    def _take(self, ref: GroupRef) -> None:
-        del self._free[bisect_left(self._free, (ref.number, ref.group_id))]
-        ids = self._by_version[ref.min_version]
-        del ids[ref.group_id]
-        if not ids:
-            del self._by_version[ref.min_version]
-        self._count_free(ref, -1)
-
-    def _count_free(self, ref: GroupRef, sign: int) -> None:
-        self._free_totals["rows"] += sign * ref.num_rows
-        self._free_totals["tokens"] += sign * ref.num_tokens
-        self._free_totals["bytes"] += sign * ref.nbytes

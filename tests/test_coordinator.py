@@ -215,3 +215,4 @@ def test_weights_that_cannot_be_published_end_the_run(tmp_path: Path) -> None:
     world = World(tmp_path, make_config())
     with pytest.raises(WeightSyncError, match="not finite"):
         world.run(generators=[{}], fail_publish=True)
+    assert "model" not in world.learners.saved

@@ -14,7 +14,8 @@ from typing import Any
 import zmq
 
 from asyncrl.buffer import ShardAddress
-from asyncrl.buffer.shard import IDENTITY, ShardService
+from asyncrl.buffer.segments import IDENTITY
+from asyncrl.buffer.shard import ShardService
 from asyncrl.buffer.store import GroupStore
 
 Tamper = Callable[[list[Any], list[Any]], list[Any] | None]

@@ -17,6 +17,7 @@ from asyncrl.errors import ReplayBufferError
 from asyncrl.types import Group
 from tests.buffer.faulty import faulty_shard
 from tests.buffer.groups import assert_same_group, make_group
+from tests.waiting import wait_until
 
 NOW = {"policy_version": 0, "max_staleness": 0}
 
@@ -327,12 +328,14 @@ def test_the_folder_cannot_be_imported_as_a_package_of_its_own():
 def test_a_lease_comes_back_when_its_holder_dies_and_not_while_it_lives(addresses: list[ShardAddress]):
     holder, other = ReplayBuffer(addresses), ReplayBuffer(addresses)
     holder.append_many([make_group(n) for n in range(4)])
+    holder.append(make_group(4))
+    longer = holder.lease(1, **NOW)  # a long lease before does not make the renewals rare
     lease = holder.lease(4, **NOW, timeout_s=1.5)
-    assert lease is not None
-    time.sleep(2.5)
+    assert longer is not None and lease is not None
+    time.sleep(2.5)  # longer than the lease lasts without a renewal
     assert other.lease(1, **NOW) is None
     holder.close()  # without a word about the lease
-    time.sleep(2.0)
+    wait_until(lambda: other.stats().groups == 4, within_s=30, what=lambda: str(other.stats()))
     again = other.lease(4, **NOW)
     assert again is not None and again.refs == lease.refs
     other.close()

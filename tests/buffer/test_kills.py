@@ -15,6 +15,7 @@ import pytest
 
 from asyncrl.buffer import ReplayBuffer, ShardAddress, ShardServer
 from tests.buffer.groups import assert_same_group, make_group
+from tests.waiting import wait_until
 
 NOW = {"policy_version": 0, "max_staleness": 0}
 SPAWN = multiprocessing.get_context("spawn")
@@ -39,7 +40,7 @@ def hold_lease(address: dict[str, Any], pipe: Any) -> None:
     buffer = ReplayBuffer([ShardAddress.from_dict(address)])
     lease = buffer.lease(2, **NOW, timeout_s=2.0)
     pipe.send(lease is not None)
-    time.sleep(600)
+    pipe.recv()  # until it is killed
 
 
 class Shard:
@@ -73,13 +74,6 @@ def acknowledged_in(path: Path) -> set[int]:
     return {int(line) for line in lines if line}
 
 
-def wait_for(condition: Any, *, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
-
-
 def test_a_killed_shard_continues_with_everything_that_was_acknowledged(shard: Shard, tmp_path: Path):
     files = [tmp_path / f"writer-{i}" for i in range(2)]
     writers = [
@@ -89,12 +83,16 @@ def test_a_killed_shard_continues_with_everything_that_was_acknowledged(shard: S
     for writer in writers:
         writer.start()
     for kills in range(3):
-        wait_for(lambda kills=kills: all(len(acknowledged_in(f)) > 30 * (kills + 1) for f in files))
+        wait_until(
+            lambda kills=kills: all(len(acknowledged_in(f)) > 30 * (kills + 1) for f in files),
+            within_s=30,
+            what=lambda: "waited too long",
+        )
         address = shard.address
         shard.kill()
         shard.start()
         assert shard.address == address
-    wait_for(lambda: all(len(acknowledged_in(f)) > 120 for f in files))
+    wait_until(lambda: all(len(acknowledged_in(f)) > 120 for f in files), within_s=30, what=lambda: "too slow")
     for writer in writers:
         writer.kill()
         writer.join()
@@ -113,16 +111,17 @@ def test_the_segment_of_a_killed_writer_is_closed_and_of_a_stopped_one_is_not(sh
     file = tmp_path / "writer"
     writer = SPAWN.Process(target=write, args=(shard.address.to_dict(), 0, str(file)), daemon=True)
     writer.start()
-    wait_for(lambda: len(acknowledged_in(file)) > 10)
+    wait_until(lambda: len(acknowledged_in(file)) > 10, within_s=30, what=lambda: "too slow")
     assert writer.pid is not None
     os.kill(writer.pid, signal.SIGSTOP)
-    time.sleep(2.5)
+    time.sleep(2.5)  # longer than the shard's upkeep takes to notice a dead writer
     assert len(list(shard.directory.glob("*.open"))) == 1
     os.kill(writer.pid, signal.SIGCONT)
     before = len(acknowledged_in(file))
-    wait_for(lambda: len(acknowledged_in(file)) > before + 5)
+    wait_until(lambda: len(acknowledged_in(file)) > before + 5, within_s=30, what=lambda: "too slow")
     writer.kill()
-    wait_for(lambda: not list(shard.directory.glob("*.open")))
+    wait_until(lambda: not list(shard.directory.glob("*.open")), within_s=30, what=lambda: "too slow")
+    assert not list((shard.directory / "writers").iterdir())
     with ReplayBuffer([shard.address]) as buffer:
         assert buffer.stats().groups >= len(acknowledged_in(file))
 
@@ -134,10 +133,10 @@ def test_the_lease_of_a_killed_holder_returns(shard: Shard):
         holder = SPAWN.Process(target=hold_lease, args=(shard.address.to_dict(), theirs), daemon=True)
         holder.start()
         assert ours.recv()
-        time.sleep(3.5)
+        time.sleep(3.5)  # longer than the lease lasts without a renewal
         assert buffer.lease(1, **NOW) is None  # it lives and renews
         holder.kill()
-        wait_for(lambda: buffer.lease(2, **NOW) is not None)
+        wait_until(lambda: buffer.lease(2, **NOW) is not None, within_s=30, what=lambda: "too slow")
 
 
 def test_a_lease_survives_the_death_of_its_shard(shard: Shard):

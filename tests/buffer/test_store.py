@@ -12,7 +12,8 @@ from asyncrl.buffer.log import ShardLog
 from asyncrl.buffer.records import RECORD_BYTES
 from asyncrl.buffer.sampling import Sampling
 from asyncrl.buffer.schema import SCHEMA, decode_group, encode_group
-from asyncrl.buffer.store import GroupStore, StoreSettings
+from asyncrl.buffer.segment_table import StoreSettings
+from asyncrl.buffer.store import GroupStore
 from asyncrl.errors import ReplayBufferError
 from tests.buffer.groups import assert_same_group, lease_id, make_group, offered, put
 
@@ -266,6 +267,7 @@ def test_a_compacted_log_leads_to_the_same_state(store: GroupStore, monkeypatch:
     before = store._log.num_records
     monkeypatch.setattr("asyncrl.buffer.log.COMPACT_FROM", 1)
     store.commit(B, ids[3:20])
+    store.compact_if_long()
     assert store._log.num_records < before
     other = reopened(store)
     assert dataclasses.replace(other.stats(), held_bytes=0) == dataclasses.replace(store.stats(), held_bytes=0)
@@ -305,9 +307,9 @@ def test_a_flipped_bit_is_found_on_read_and_quarantined(store: GroupStore):
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 4]))
-    with pytest.raises(ReplayBufferError, match=f"group 1 .{ids[1].hex()}. is corrupted in {path}"):
+    assert [store.quarantine(i) for i in (ids[0], ids[2])] == [False, False]
+    with pytest.raises(ReplayBufferError, match=f"group 1 .{ids[1].hex()}. is corrupted in {path}.*it was given up"):
         store.read(ids[1])
-    assert [store.quarantine(i) for i in ids] == [False, True, False]
     stats = store.stats()
     assert (stats.quarantined, stats.groups, stats.is_balanced) == (1, 2, True)
     assert reopened(store).stats().quarantined == 1

@@ -18,8 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from asyncrl.buffer.records import Entry
 from asyncrl.buffer.sampling import ORDERS, Sampling
 from asyncrl.buffer.schema import EncodedGroup, decode_group, encode_group
+from asyncrl.buffer.segment_table import StoreSettings
 from asyncrl.buffer.segments import SegmentWriter, WriterLock, metadata_length
-from asyncrl.buffer.store import GroupStore, StoreSettings
+from asyncrl.buffer.store import GroupStore
 from asyncrl.errors import ReplayBufferError
 from tests.buffer.groups import lease_id, make_group
 

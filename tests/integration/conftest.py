@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TAG = "ASYNCRL_TEST_TAG"
@@ -84,14 +85,6 @@ class Workspace:
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def wait_until(condition: Callable[[], bool], *, within_s: float, what: Callable[[], str]) -> None:
-    """Poll until the condition holds; an AssertionError says what() after the deadline."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="session")

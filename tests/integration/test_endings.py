@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import ROOT, Workspace, wait_until
+from tests.integration.conftest import ROOT, Workspace
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -19,6 +20,14 @@ def num_steps(folder: Path) -> int:
     return metrics.read_text().count("learner/loss") if metrics.exists() else 0
 
 
+def start_training(workspace: Workspace, name: str) -> tuple[subprocess.Popen[str], Path]:
+    """A run without an end, after its first step, and its folder."""
+    process = workspace.start("launch", "--config", "examples/grpo_async.toml", f"--name={name}", "--steps=100000")
+    folder = workspace.path / "runs" / f"{name}-latest"
+    wait_until(lambda: num_steps(folder) > 0, within_s=180, what=workspace.logs)
+    return process, folder
+
+
 def kill(workspace: Workspace, title: str) -> None:
     """SIGKILL one process of the run by what `ps` shows."""
     next(p for p in workspace.processes() if " ".join(p.cmdline()).startswith(title)).kill()
@@ -26,10 +35,7 @@ def kill(workspace: Workspace, title: str) -> None:
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_finish_the_step_and_save(workspace: Workspace, warm: str, stop: signal.Signals) -> None:
-    name = f"stopped_{stop.name}"
-    process = workspace.start("launch", "--config", "examples/grpo_async.toml", f"--name={name}", "--steps=100000")
-    folder = workspace.path / "runs" / f"{name}-latest"
-    wait_until(lambda: num_steps(folder) > 0, within_s=180, what=workspace.logs)
+    process, folder = start_training(workspace, f"stopped_{stop.name}")
     process.send_signal(stop)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
@@ -42,9 +48,7 @@ def test_ctrl_c_and_sigterm_finish_the_step_and_save(workspace: Workspace, warm:
 def test_a_killed_shard_is_started_again_and_a_killed_generator_ends_the_run_with_the_model_saved(
     workspace: Workspace, warm: str
 ) -> None:
-    process = workspace.start("launch", "--config", "examples/grpo_async.toml", "--name=killed", "--steps=100000")
-    folder = workspace.path / "runs" / "killed-latest"
-    wait_until(lambda: num_steps(folder) > 1, within_s=180, what=workspace.logs)
+    process, folder = start_training(workspace, "killed")
     kill(workspace, "ray::ShardActor")
     steps = num_steps(folder)
     wait_until(lambda: num_steps(folder) > steps + 5, within_s=90, what=workspace.logs)
