@@ -23,10 +23,12 @@ $(VENV)/installed-$(ENGINE): pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet $(UV_TORCH) --editable '.[$(ENGINE),dev]'
 	touch $@
 
+# The demo wants an engine and two learner ranks: with fewer GPUs than three the ranks stay on the CPU.
+DEMO_FLAGS := $(if $(filter 1 2,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),--learners.device=cpu)
 demo: setup
 	$(BIN)/python examples/sort_digits.py data/sort
-	$(BIN)/asyncrl launch --config examples/sft_sort.toml
-	$(BIN)/asyncrl launch --config examples/grpo_async.toml
+	$(BIN)/asyncrl launch --config examples/sft_sort.toml $(DEMO_FLAGS)
+	$(BIN)/asyncrl launch --config examples/grpo_async.toml $(DEMO_FLAGS)
 
 test: setup
 	$(BIN)/python -m pytest tests

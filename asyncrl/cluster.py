@@ -60,7 +60,8 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
         if shortage:
             raise ConfigError(
                 f"this run does not fit the Ray cluster: {shortage}.\n{placement.describe()}\n"
-                "Lower [generators] num or [learners] num_ranks, or add nodes"
+                'Lower [generators] num or [learners] num_ranks, or add nodes; with too few GPUs, [learners] device = "cpu" '
+                "leaves them to the engines"
             )
         yield placement
     finally:
@@ -68,11 +69,12 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
 
 
 def _start_embedded(config: JobConfig, options: dict[str, Any]) -> None:
-    use_gpus = num_local_gpus() > 0
-    num_cpus = max(os.cpu_count() or 1, plan_placement(config, use_gpus=use_gpus).num_cpus)
+    num_gpus = num_local_gpus()
+    num_cpus = max(os.cpu_count() or 1, plan_placement(config, use_gpus=num_gpus > 0).num_cpus)
     ray.init(
         address="local",
         num_cpus=num_cpus,
+        num_gpus=num_gpus,
         resources={EMBEDDED: 1},
         include_dashboard=False,
         _system_config=SYSTEM_CONFIG,
@@ -112,7 +114,7 @@ def num_hosts() -> int:
 
 
 def num_local_gpus() -> int:
-    """CUDA devices of this machine, without starting Ray."""
+    """GPUs of this machine that the installed torch can use, without starting Ray."""
     import torch
 
     return torch.cuda.device_count()

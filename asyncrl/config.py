@@ -123,6 +123,8 @@ class GeneratorsConfig(Section):
 class LearnersConfig(Section):
     num_ranks: PositiveInt = 2
     """FSDP2 ranks: one GPU each, or one CPU process each."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: GPUs where the cluster has some. cpu: leaves all GPUs to the engines, for small models."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegativeInt = 0

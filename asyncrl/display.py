@@ -112,6 +112,7 @@ class Display:
             return
         if len(progress.curve) > 1:
             self._console.print(Text.from_ansi(self.curve(progress)))
+            progress.latest.update(progress.averages())
             for name, value in self.rows(progress):
                 self.say(f"{name:>18}  {value}")
         for path in progress.saved or ["nothing"]:

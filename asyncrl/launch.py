@@ -200,12 +200,14 @@ class _Members:
         index = [b.process for b in self._placement.bundles].index(process)
         bundle = self._placement.bundles[index]
         assert self._group is not None
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        environment = {"OMP_NUM_THREADS": str(max(1, int(bundle.cpus)))}
+        if not bundle.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray would leave all of them visible
         self._actors[process] = actor_class.options(
             num_cpus=bundle.cpus,
             num_gpus=bundle.gpus,
-            scheduling_strategy=strategy,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, int(bundle.cpus)))}},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+            runtime_env={"env_vars": environment},
         ).remote(*args, **kwargs)
         return self._actors[process]
 

@@ -14,28 +14,38 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 
 
-def init_distributed(*, rank: int, world_size: int, init_method: str, threads: int) -> torch.device:
+def init_distributed(
+    *, rank: int, world_size: int, init_method: str, threads: int, use_gpu: bool = False
+) -> torch.device:
     """Join the learners' process group and make the process deterministic. Returns this rank's device.
 
     Args:
+        use_gpu: as the placement decided: nccl and one of this process's visible GPUs; otherwise gloo and the CPU.
         init_method: as in torch.distributed, e.g. "tcp://127.0.0.1:29500" or "file:///path"; the same on all ranks.
         threads: CPU threads of this rank. More than one per core makes every step many times slower.
+
+    Raises:
+        ConfigError: a GPU was given to this rank, and this torch cannot use it.
     """
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if use_gpu and not torch.cuda.is_available():
+        raise ConfigError(
+            f"a learner was given a GPU, but torch {torch.__version__} cannot use it: install the CUDA build "
+            '(`make setup ENGINE=gpu`), or set [learners] device = "cpu"'
+        )
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if use_gpu else torch.device("cpu")
     make_deterministic(threads=threads)
-    if cuda:
+    if use_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        "nccl" if use_gpu else "gloo",
         init_method=init_method,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=30),
-        device_id=device if cuda else None,
+        device_id=device if use_gpu else None,
     )
     return device
 

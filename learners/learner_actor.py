@@ -42,7 +42,11 @@ class LearnerActor:
         from asyncrl.learners import PolicyTrainer, SFTTrainer, init_distributed
 
         device = init_distributed(
-            rank=self._rank, world_size=num_ranks, init_method=init_method, threads=config.learners.threads
+            rank=self._rank,
+            world_size=num_ranks,
+            init_method=init_method,
+            threads=config.learners.threads,
+            use_gpu=bool(ray.get_gpu_ids()),
         )
         if isinstance(config, RLConfig):
             assert wiring is not None

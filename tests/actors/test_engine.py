@@ -94,7 +94,7 @@ def load(path: Path) -> torch.nn.Module:
 
 
 async def start(path: Path) -> Engine:
-    return await Engine.start(path, max_model_len=MAX_MODEL_LEN, max_num_seqs=64, kv_cache_gb=0.125)
+    return await Engine.start(path, dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=64, kv_cache_gb=0.125)
 
 
 @pytest.fixture(scope="module")

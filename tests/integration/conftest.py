@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.waiting import wait_until
 
@@ -43,9 +44,14 @@ class Workspace:
             text=True,
         )
 
+    def start_launch(self, config: str, *overrides: str) -> subprocess.Popen[str]:
+        """`asyncrl launch` as a child process; beside GPUs as exact as on CPUs, and with one GPU enough."""
+        on_gpus = ["--model.dtype=float32", "--learners.device=cpu"] if torch.cuda.is_available() else []
+        return self.start("launch", "--config", config, *on_gpus, *overrides)
+
     def launch(self, config: str, *overrides: str, status: int = 0, timeout_s: float = 500) -> str:
         """Run a config to its end; returns what was printed after checking the exit status and for leftovers."""
-        process = self.start("launch", "--config", config, *overrides)
+        process = self.start_launch(config, *overrides)
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:

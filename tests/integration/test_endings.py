@@ -22,7 +22,7 @@ def num_steps(folder: Path) -> int:
 
 def start_training(workspace: Workspace, name: str) -> tuple[subprocess.Popen[str], Path]:
     """A run without an end, after its first step, and its folder."""
-    process = workspace.start("launch", "--config", "examples/grpo_async.toml", f"--name={name}", "--steps=100000")
+    process = workspace.start_launch("examples/grpo_async.toml", f"--name={name}", "--steps=100000")
     folder = workspace.path / "runs" / f"{name}-latest"
     wait_until(lambda: num_steps(folder) > 0, within_s=180, what=workspace.logs)
     return process, folder
@@ -79,14 +79,10 @@ def test_joining_a_running_cluster(workspace: Workspace, warm: str) -> None:
     started = ["start", "--head", "--num-cpus=4", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
     subprocess.run([ray, *started], **options)  # type: ignore[call-overload]
     try:
-        process = workspace.start(
-            "launch", "--config", "examples/grpo_async.toml", "--name=joined", "--steps=2", "--address=auto"
-        )
+        process = workspace.start_launch("examples/grpo_async.toml", "--name=joined", "--steps=2", "--address=auto")
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
-        too_many = workspace.start(
-            "launch", "--config", "examples/grpo_async.toml", "--name=too_many", "--generators.num=40"
-        )
+        too_many = workspace.start_launch("examples/grpo_async.toml", "--name=too_many", "--generators.num=40")
         output, _ = too_many.communicate(timeout=240)
         assert too_many.returncode == 2
         assert "42.3 CPUs needed, 4 in the cluster" in output
