@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from asyncrl import __version__
+from asyncrl import __version__, buffer_cli
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.suggest import nearest
 
@@ -44,6 +44,8 @@ def _run(argv: list[str]) -> int:
     if arguments.command is None:
         _parser().print_help()
         return OK
+    if arguments.command == "buffer":
+        return buffer_cli.run(arguments, overrides)
     return _launch(arguments, overrides)
 
 
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--address", metavar="ADDRESS")
     launch.add_argument("--dry-run", action="store_true")
     launch.add_argument("-h", "--help", action=_LaunchHelp)
+    buffer_cli.add_commands(commands)
     return parser
 
 

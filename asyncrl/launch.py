@@ -26,6 +26,7 @@ from asyncrl.placement import Placement, plan_placement
 from asyncrl.preflight import Preflight
 from asyncrl.progress import Progress
 from asyncrl.run_folder import RunFolder
+from asyncrl.shards_file import ShardsFile
 from asyncrl.wiring import Wiring, server_keys
 
 SHUTDOWN_TIMEOUT_S = 20.0
@@ -113,6 +114,7 @@ class _Members:
         if self._group is not None:
             remove_placement_group(self._group)
         shutil.rmtree(self._shared_dir, ignore_errors=True)
+        self.run_folder.shards.unlink(missing_ok=True)
 
     @property
     def coordinator(self) -> Any:
@@ -157,6 +159,8 @@ class _Members:
         }
         addresses = ray.get([s.address.remote() for s in shards])
         wiring = Wiring(addresses, clients, str(self._shared_dir))
+        directories = [self._shard_directory(config, name) for name in _names("shard", len(shards))]
+        ShardsFile(addresses, directories, clients).write(self.run_folder.shards)
         starting = self._start_learners(config, learners, wiring=wiring)
         starting += [g.start.remote(config, wiring=wiring, coordinator=self.coordinator) for g in generators.values()]
         get_all(starting)

@@ -54,6 +54,11 @@ class RunFolder:
         """The final model, a Hugging Face folder."""
         return self.path / "model"
 
+    @property
+    def shards(self) -> Path:
+        """Addresses of the buffer's shards while the run goes on, see shards_file."""
+        return self.path / "shards.json"
+
     def checkpoint(self, step: int) -> Path:
         """The model after `step` optimizer batches, a Hugging Face folder."""
         return self.path / "checkpoints" / f"step_{step:06d}"

@@ -98,8 +98,8 @@ def check_log(path: Path) -> None:
     """Raises ReplayBufferError when a log that is not empty has no intact record: to cut its end off would empty it."""
     if path.exists() and path.stat().st_size >= RECORD_BYTES and not _whole_records(path.read_bytes()):
         raise ReplayBufferError(
-            f"the buffer's log {path} has no record that this asyncrl can read: another version of asyncrl wrote it, or "
-            f"it is damaged; read the folder with the asyncrl that wrote it, or start in an empty one"
+            f"the buffer's log {path} has no record that this asyncrl can read: another version of asyncrl wrote it, "
+            f"or it is damaged; read the folder with the asyncrl that wrote it, or start in an empty one"
         )
 
 

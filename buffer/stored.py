@@ -3,8 +3,8 @@
     log (who was appended, where, what became of it)  --+
     segment files (footers: what is kept, also of groups that are gone from the shard)  --+--> StoredShard -> groups
 
-Works on a run that goes on, one that ended and one that was killed. The log says where each group lies and its checksum;
-a group that the log no longer mentions is known from its file alone, and checked by its structure.
+Works on a run that goes on, one that ended and one that was killed. The log says where each group lies and its
+checksum; a group that the log no longer mentions is known from its file alone, and checked by its structure.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def find_shards(path: Path) -> list[Path]:
         if found:
             return found
     raise ReplayBufferError(
-        f"{path} holds no replay buffer: neither {LOG}, *{SEALED} segments or {MANIFEST}, nor shard-* or buffer/shard-* "
-        f"folders with them"
+        f"{path} holds no replay buffer: neither {LOG}, *{SEALED} segments or {MANIFEST}, nor shard-* or "
+        f"buffer/shard-* folders with them"
     )
 
 
@@ -163,8 +163,8 @@ def _read_log(shard: StoredShard) -> tuple[list[Record], list[Entry]]:
     shard.stats = store.stats()
     if num_torn:
         shard.problems.append(
-            f"{path} is truncated: it ends with {num_torn} bytes that are no whole record (a write that was cut off and "
-            f"never acknowledged; a shard that starts here drops them)"
+            f"{path} is truncated: it ends with {num_torn} bytes that are no whole record (a write that was cut off "
+            f"and never acknowledged; a shard that starts here drops them)"
         )
     return records, [entry for entry, _ in store.held_entries()]
 
@@ -241,8 +241,8 @@ def _find_missing(shard: StoredShard, paths: Sequence[Path], held: Sequence[Entr
     for segment in sorted({entry.segment for entry in held} - there):
         numbers = sorted(entry.ref.number for entry in held if entry.segment == segment)
         shard.problems.append(
-            f"{shard.directory}: segment {segment:08d} is missing, with {len(numbers)} groups that were neither trained "
-            f"on nor dropped ({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"
+            f"{shard.directory}: segment {segment:08d} is missing, with {len(numbers)} groups that were neither "
+            f"trained on nor dropped ({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"
         )
 
 
