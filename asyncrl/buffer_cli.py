@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         rest: what the parser did not know: the settings of a replay.
     """
     if arguments.verb == "replay":
-        from asyncrl.offline_launch import replay
+        from asyncrl.buffer_replay import replay
 
         return replay(
             arguments.directory,

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.buffer import StoreSettings, shared_memory
 from asyncrl.cluster import explain, get_all, num_hosts, num_local_gpus, ray_cluster, reserve
-from asyncrl.config import JobConfig, RLConfig
+from asyncrl.config import JobConfig, OfflineConfig, RLConfig
 from asyncrl.display import Display
 from asyncrl.placement import Placement, plan_placement
 from asyncrl.preflight import Preflight
@@ -47,7 +47,7 @@ def launch(prepared: Preflight, *, address: str | None) -> int:
     with ray_cluster(config, address) as placement:
         # Slurm, Kubernetes and docker stop with SIGTERM: the same as the first Ctrl-C.
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-        run_folder = RunFolder.create(config)
+        run_folder = RunFolder.create(config, note=prepared.note)
         with Display(config, run_folder) as display, _Members(placement, run_folder) as members:
             display.say(f"run folder {run_folder.path}")
             stopped = _run(prepared, members, display)
@@ -155,7 +155,7 @@ class _Members:
         learners = self._spawn_learners(config)
         generators = {
             name: self._spawn(name, GeneratorActor, name=name, log=self.run_folder.log(name))
-            for name in _names("generator", config.generators.num)
+            for name in _names("generator", config.num_generators)
         }
         addresses = ray.get([s.address.remote() for s in shards])
         wiring = Wiring(addresses, clients, str(self._shared_dir))
@@ -164,6 +164,10 @@ class _Members:
         starting = self._start_learners(config, learners, wiring=wiring)
         starting += [g.start.remote(config, wiring=wiring, coordinator=self.coordinator) for g in generators.values()]
         get_all(starting)
+        if isinstance(config, OfflineConfig):
+            stored = ray.put(prepared.stored)
+            ray.get(self.coordinator.connect_offline.remote(groups=stored, learners=learners, wiring=wiring))
+            return
         ray.get(
             self.coordinator.connect_rl.remote(
                 prompts=prepared.prompts,

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
+from asyncrl.buffer.stored import StoredGroup
 from asyncrl.config import JobConfig, RLConfig, SFTConfig
 from asyncrl.data import Tokenizer, load_demonstrations, load_prompts, load_tokenizer, read_rows
 from asyncrl.errors import AsyncRLError, ConfigError, DataError, RewardError
@@ -36,6 +37,8 @@ class Preflight:
         config: absolute paths; `generators.max_model_len` is filled.
         prompts, eval_prompts: of an RL job, in file order; empty for others.
         longest_tokens: longest prompt (RL) or longest demonstration (SFT).
+        stored: groups to train on instead of generated ones (offline), in the order of their numbers.
+        note: what else made this run, for its config.toml; may be empty.
     """
 
     config: RLConfig | SFTConfig
@@ -43,6 +46,8 @@ class Preflight:
     prompts: list[Prompt] = field(repr=False)
     eval_prompts: list[Prompt] = field(repr=False)
     longest_tokens: int
+    stored: Sequence[StoredGroup] = field(default=(), repr=False)
+    note: str = ""
 
 
 def preflight(config: JobConfig) -> Preflight:
@@ -101,7 +106,7 @@ def _preflight_rl(
     assert model is not None
     generators = config.generators.model_copy(update={"max_model_len": max_model_len})
     reward = config.reward.model_copy(update={"function": _absolute_function(config.reward.function)})
-    config = _with_absolute_paths(config.model_copy(update={"generators": generators, "reward": reward}))
+    config = absolute_paths(config.model_copy(update={"generators": generators, "reward": reward}))
     train, *held_out = known
     longest = max(len(prompt.tokens) for prompt in together)
     return Preflight(config, model, train, held_out[0] if held_out else [], longest)
@@ -119,7 +124,7 @@ def _preflight_sft(
         checks.run(lambda: _check_demonstration_lengths(model, rows))
     checks.raise_if_any()
     assert model is not None
-    return Preflight(_with_absolute_paths(config), model, [], [], max(len(tokens) for _, tokens in rows))
+    return Preflight(absolute_paths(config), model, [], [], max(len(tokens) for _, tokens in rows))
 
 
 def _load_tokenizer(config: JobConfig) -> Tokenizer:
@@ -243,7 +248,7 @@ def _max_model_len(config: RLConfig, model: ModelInfo, prompts: Sequence[Prompt]
     return length
 
 
-def _with_absolute_paths(config: T) -> T:
+def absolute_paths(config: T) -> T:
     """The same configuration, valid in any working directory. Links are followed for the model: a run does not change
     the model it began with when a `-latest` link moves on."""
     assert isinstance(config, RLConfig | SFTConfig)
