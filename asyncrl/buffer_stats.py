@@ -50,9 +50,8 @@ def _shard_row(index: int, stats: BufferStats | None, stored: StoredShard | None
         row["fill"] = None if capacity is None else stats.held_bytes / capacity
     if stored is not None:
         refs = [group.ref for group in stored.groups]
-        row |= {"segments": stored.num_segments, "in_files": len(refs)}
+        row |= {"segments": stored.num_segments, "in_files": len(refs), "bytes": stored.num_bytes}
         row["versions"] = [min(r.min_version for r in refs), max(r.max_version for r in refs)] if refs else None
-        row["bytes"] = sum(r.nbytes for r in refs) if stats is None else row["bytes"]
     return row
 
 

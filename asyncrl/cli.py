@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print(f"error: {problem}", file=sys.stderr)
         return USER_ERROR
+    except BrokenPipeError:  # `asyncrl buffer tail | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still buffered goes nowhere, silently
+        return OK
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -63,7 +63,7 @@ class StoredShard:
     Attributes:
         groups: every group that a file holds, leased and used ones too, in the order of the files.
         stats: contents and totals as the log tells them; None without a log (a snapshot, spilled segments).
-        num_segments: files with groups.
+        num_segments, num_bytes: segment files, and their sizes together.
         problems: what is damaged, missing or foreign, each with its file.
         notes: what a reader should know and is not wrong.
     """
@@ -72,6 +72,7 @@ class StoredShard:
     groups: list[StoredGroup] = field(default_factory=list)
     stats: BufferStats | None = None
     num_segments: int = 0
+    num_bytes: int = 0
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -198,6 +199,7 @@ def _read_segment(shard: StoredShard, path: Path, entries: dict[int, Entry], *, 
     try:
         check_segment_schema(path)
         blocks = blocks_of(path) if path.suffix == SEALED else []
+        shard.num_bytes += path.stat().st_size
     except (ReplayBufferError, OSError) as error:
         shard.problems.append(str(error))
         return
