@@ -53,7 +53,10 @@ class Source:
         """What the shards' files hold. Raises as folders()."""
         folders = self.folders()
         spilled = [self.path / "buffer" / folder.name for folder in folders]
-        return read_stored(folders, spilled=[p if p not in folders else Path() for p in spilled])
+        try:
+            return read_stored(folders, spilled=[p if p not in folders else Path() for p in spilled])
+        except OSError as error:  # the run ended meanwhile, and took its folders with it
+            raise ReplayBufferError(f"{self.path}: its files cannot be read: {error}") from error
 
     def ask(self) -> BufferStats | None:
         """What the shards of a run that goes on say of themselves; None: nobody answers."""
@@ -84,7 +87,9 @@ def find_source(name: str) -> Source:
     path = path.resolve()
     config = _config(path)
     if config is None and (path / "config.toml").is_file() and not any(path.glob("buffer/shard-*")):
-        raise ReplayBufferError(f"{path} is not the folder of an RL run: it has no replay buffer")
+        raise ReplayBufferError(
+            f"{path} is not the folder of an RL run that this asyncrl can read: it has no replay buffer"
+        )
     return Source(path, config, ShardsFile.read(RunFolder(path).shards))
 
 

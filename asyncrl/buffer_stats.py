@@ -90,8 +90,8 @@ def _cell(name: str, value: object) -> str:
 
 def _print_metrics(source: Source, *, as_json: bool) -> None:
     """Of a run that ended and left no files: the buffer as it was when the last batch was taken."""
-    rows = [json.loads(line) for line in source.run_folder.metrics.read_text().splitlines()]
-    rows = [row for row in rows if "buffer/appended" in row]
+    lines = source.run_folder.metrics.read_text().splitlines()
+    rows = [json.loads(line) for line in lines if '"buffer/appended"' in line and line.endswith("}")]
     if not rows:
         raise ReplayBufferError(f"{source.run_folder.metrics} has no row of a trained batch yet, and no shard answers")
     step = rows[-1]["step"]

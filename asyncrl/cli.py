@@ -13,7 +13,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.suggest import nearest
 
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
-FLAGS = ("config", "address", "dry-run", "help")
+FLAGS = ("config", "address", "dry-run", "versions", "help")
 
 LAUNCH_USAGE = "asyncrl launch --config FILE [--dry-run] [--address ADDRESS] [--section.key=value ...]"
 LAUNCH_HELP = """\
@@ -49,6 +49,8 @@ def _run(argv: list[str]) -> int:
         _parser().print_help()
         return OK
     if arguments.command == "buffer":
+        if arguments.verb == "replay":
+            _refuse_misspelt_flags(overrides)
         return buffer_cli.run(arguments, overrides)
     return _launch(arguments, overrides)
 

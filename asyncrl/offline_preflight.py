@@ -40,6 +40,7 @@ class Versions:
     def hold(self, group: StoredGroup) -> bool:
         """Whether every token of the group was sampled by one of them."""
         low, high = group.ref.min_version, group.ref.max_version
+        low = high if low < 0 else low  # a rollout without a sampled token has no version
         return (self.first is None or low >= self.first) and (self.last is None or high <= self.last)
 
 
@@ -95,7 +96,7 @@ def _read_all(groups: Sequence[StoredGroup]) -> tuple[list[StoredGroup], list[st
             damaged.append(str(error))
             continue
         intact.append(group)
-        largest = max(largest, int(tokens.flatten().to_numpy().max()))
+        largest = max(largest, int(tokens.flatten().to_numpy().max(initial=0)))
         longest = max(longest, group.ref.max_tokens)
     return intact, damaged, largest, longest
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from asyncrl.buffer.schema import SCHEMA, check_schema
+from asyncrl.buffer.schema import SCHEMA, VERSION_KEY, check_schema
 from asyncrl.errors import ReplayBufferError
 
 SEALED, OPEN = ".arrow", ".open"
@@ -97,10 +97,26 @@ def blocks_of(path: str | os.PathLike[str]) -> list[tuple[int, int, int]]:
             length = struct.unpack_from("<i", end)[0]
             if not end.endswith(_MAGIC) or not 0 < length <= size - len(PREFIX):
                 raise ReplayBufferError(f"{path} is truncated: it does not end with the footer of an Arrow file")
-            footer = os.pread(file.fileno(), length, size - len(end) - length)
-            return _blocks_in(footer)
+            blocks = _blocks_in(os.pread(file.fileno(), length, size - len(end) - length))
+            for offset, metadata, body in blocks:
+                if min(metadata, body) < 0 or not len(_MAGIC) < offset <= size - metadata - body:
+                    raise ReplayBufferError(f"{path} is damaged: its footer lists bytes that the file does not have")
+            _check_with_arrow(path, len(blocks))
+            return blocks
     except (OSError, struct.error) as error:
         raise ReplayBufferError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _check_with_arrow(path: str | os.PathLike[str], num_blocks: int) -> None:
+    """That any other reader finds the same in the file."""
+    try:
+        with pa.memory_map(str(path)) as source:
+            reader = pa.ipc.open_file(source)
+            check_schema(reader.schema, what=f"{path}, footer")
+            if reader.num_record_batches != num_blocks:
+                raise ReplayBufferError(f"{path} is damaged: its footer contradicts itself")
+    except (pa.ArrowException, ValueError) as error:
+        raise ReplayBufferError(f"{path} is damaged: its footer cannot be read: {error}") from error
 
 
 def _blocks_in(footer: bytes) -> list[tuple[int, int, int]]:
@@ -115,19 +131,35 @@ def _blocks_in(footer: bytes) -> list[tuple[int, int, int]]:
 
 
 def check_segment_schema(path: str | os.PathLike[str]) -> None:
-    """Raises ReplayBufferError, with both versions, when a file begins with the schema of another asyncrl, or with one
-    that is not of trajectories. A file whose beginning is no schema at all passes: its groups are checked one by one.
-    """
+    """Raises ReplayBufferError when a file begins with another schema than this asyncrl's. A file whose beginning is no
+    schema at all passes: its groups are checked one by one."""
+    schema = _schema_at_start(path)
+    try:
+        if schema is not None:
+            check_schema(schema, what=str(path))
+    except UnicodeDecodeError as error:
+        raise ReplayBufferError(f"{path} is damaged: the names in its schema are no text") from error
+
+
+def schema_version_of(path: str | os.PathLike[str]) -> int | None:
+    """Of the trajectory schema that a file begins with, when it is not this asyncrl's byte for byte; None: it is, or
+    there is no such schema."""
+    schema = _schema_at_start(path)
+    version = (schema.metadata or {}).get(VERSION_KEY, b"") if schema is not None else b""
+    return int(version) if version.isdigit() else None
+
+
+def _schema_at_start(path: str | os.PathLike[str]) -> pa.Schema | None:
+    """None: it is this asyncrl's, byte for byte, or cannot be read."""
     with open(path, "rb") as file:
         start = file.read(len(PREFIX))
         if start == PREFIX or not start.startswith(_MAGIC):
-            return
+            return None
         start += file.read(1 << 16)
     try:
-        schema = pa.ipc.read_schema(pa.py_buffer(start[_SCHEMA_OFFSET:]))
+        return pa.ipc.read_schema(pa.py_buffer(start[_SCHEMA_OFFSET:]))
     except (pa.ArrowException, OSError, ValueError, EOFError):
-        return
-    check_schema(schema, what=str(path))
+        return None
 
 
 def metadata_length(message: Any) -> int:

@@ -264,7 +264,11 @@ class ShardServer:
         if self._context is not None:
             raise ReplayBufferError("this buffer shard was started before")
         self._lock()
-        store = GroupStore(self._directory, self._settings)
+        try:
+            store = GroupStore(self._directory, self._settings)
+        except ReplayBufferError:
+            self.stop()
+            raise
         identity_file = self._directory / IDENTITY
         earlier = json.loads(identity_file.read_text()) if identity_file.exists() else {}
         self._context = zmq.Context()

@@ -114,6 +114,15 @@ def read_manifest_file(directory: Path) -> dict[str, Any]:
         raise ReplayBufferError(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ReplayBufferError(f'{path} does not say "{FORMAT}": it was not written by this version of asyncrl')
+    try:
+        is_whole = all(
+            Path(name).name == name and {"num_groups", "num_bytes", "xxh3"} <= set(expected)
+            for name, expected in manifest["files"].items()
+        ) and isinstance(manifest["policy_version"], int)
+    except (KeyError, TypeError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise ReplayBufferError(f"{path} is damaged: it does not list files with their groups, bytes and checksums")
     return manifest
 
 

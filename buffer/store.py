@@ -24,7 +24,7 @@ import xxhash
 from asyncrl.buffer.log import LOG, ShardLog, check_log
 from asyncrl.buffer.records import NO_ID, Entry, Kind, Record, pack_entry, pack_event
 from asyncrl.buffer.sampling import FIFO, FreeGroups, Offer, Sampling
-from asyncrl.buffer.schema import describe, read_batch
+from asyncrl.buffer.schema import SCHEMA_VERSION, describe, read_batch
 from asyncrl.buffer.segment_table import Segment, SegmentTable, StoreSettings, segment_files
 from asyncrl.buffer.segments import (
     PREFIX,
@@ -33,8 +33,8 @@ from asyncrl.buffer.segments import (
     SegmentWriter,
     WriterLock,
     aligned,
-    check_segment_schema,
     metadata_length,
+    schema_version_of,
 )
 from asyncrl.buffer.stats import TOTALS, BufferStats
 from asyncrl.errors import ReplayBufferError
@@ -546,9 +546,10 @@ def check_files(directory: Path, settings: StoreSettings) -> None:
     check_log(directory / LOG)
     for folder in (directory, settings.spill_dir):
         for path in () if folder is None else segment_files(folder):
-            try:
-                check_segment_schema(path)
-            except ReplayBufferError as error:
+            version = schema_version_of(path)
+            if version not in (None, SCHEMA_VERSION):
                 raise ReplayBufferError(
-                    f"the buffer shard in {directory} is not continued: {error}, or start in an empty folder"
-                ) from error
+                    f"the buffer shard in {directory} is not continued: {path} has trajectory schema version "
+                    f"{version}, this asyncrl reads version {SCHEMA_VERSION}; read it with the asyncrl that wrote it, "
+                    f"or start in an empty folder"
+                )

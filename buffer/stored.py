@@ -97,8 +97,8 @@ def find_shards(path: Path) -> list[Path]:
         raise ReplayBufferError(f"{path}: no such folder; give a run folder, a shard folder or a snapshot folder")
     if not path.is_dir():
         raise ReplayBufferError(f"{path} is a file; give the run folder, shard folder or snapshot folder that it is in")
-    for candidates in ([path], sorted(path.glob("shard-*")), sorted(path.glob("buffer/shard-*"))):
-        found = [folder for folder in candidates if _is_shard(folder)]
+    for candidates in ([path], path.glob("shard-*"), path.glob("buffer/shard-*")):
+        found = sorted(filter(_is_shard, candidates), key=lambda folder: (len(folder.name), folder.name))
         if found:
             return found
     raise ReplayBufferError(
