@@ -60,8 +60,8 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
         if shortage:
             raise ConfigError(
                 f"this run does not fit the Ray cluster: {shortage}.\n{placement.describe()}\n"
-                'Lower [generators] num or [learners] num_ranks, or add nodes; with too few GPUs, [learners] device = "cpu" '
-                "leaves them to the engines"
+                "Lower [generators] num or [learners] num_ranks, or add nodes; with too few GPUs, "
+                '[learners] device = "cpu" leaves them to the engines'
             )
         yield placement
     finally:
@@ -131,7 +131,8 @@ def explain(error: RayError, run_folder: RunFolder) -> AsyncRLError:
     if isinstance(cause, RayActorError):
         return AsyncRLError(f"a process of the run died: {_actor(cause)}{_first_line(cause)} {logs}")
     # Not one of ours: a bug, or a library's failure. The message alone would not do.
-    run_folder.log("driver").write_text(str(error))
+    with contextlib.suppress(OSError):  # a full disk, for one
+        run_folder.log("driver").write_text(str(error))
     return AsyncRLError(f"{type(cause).__name__}: {cause} (traceback: {run_folder.log('driver')})")
 
 

@@ -57,8 +57,8 @@ class RemoteLearners:
 async def _first_answer(calls: Iterable[Any]) -> Any:
     """What rank 0 answers, when all have.
 
-    A rank that fails takes the others' collectives with it, and their complaints may come first: the death of a process,
-    or else an error of ours, is the cause to raise.
+    A rank that fails takes the others' collectives with it, and their complaints may come first: the death of a
+    process, or else an error of ours, is the cause to raise.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

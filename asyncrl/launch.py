@@ -6,9 +6,7 @@ coordinator, draw its progress until it ends. Every exit (end, error, Ctrl-C) go
 
 from __future__ import annotations
 
-import shutil
 import signal
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl.buffer import StoreSettings, shared_memory
+from asyncrl.buffer import StoreSettings
 from asyncrl.cluster import explain, get_all, num_hosts, num_local_gpus, ray_cluster, reserve
 from asyncrl.config import JobConfig, RLConfig
 from asyncrl.display import Display
@@ -26,9 +24,12 @@ from asyncrl.placement import Placement, plan_placement
 from asyncrl.preflight import Preflight
 from asyncrl.progress import Progress
 from asyncrl.run_folder import RunFolder
+from asyncrl.shared_folder import new_shared_folder
 from asyncrl.wiring import Wiring, server_keys
 
 SHUTDOWN_TIMEOUT_S = 20.0
+HASTY_SHUTDOWN_S = 3.0
+"""The same after a second Ctrl-C."""
 POLL_S = 0.25
 
 
@@ -43,13 +44,18 @@ def launch(prepared: Preflight, *, address: str | None) -> int:
         AsyncRLError: with the first cause, when a part fails.
     """
     config = prepared.config
-    with ray_cluster(config, address) as placement:
-        # Slurm, Kubernetes and docker stop with SIGTERM: the same as the first Ctrl-C.
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-        run_folder = RunFolder.create(config)
-        with Display(config, run_folder) as display, _Members(placement, run_folder) as members:
-            display.say(f"run folder {run_folder.path}")
-            stopped = _run(prepared, members, display)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with ray_cluster(config, address) as placement:
+            # Slurm, Kubernetes and docker stop with SIGTERM: the same as the first Ctrl-C.
+            signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+            run_folder = RunFolder.create(config)
+            with Display(config, run_folder) as display, _Members(placement, run_folder) as members:
+                display.say(f"run folder {run_folder.path}")
+                stopped = _run(prepared, members, display)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return 130 if stopped else 0
 
 
@@ -97,22 +103,30 @@ class _Members:
         self.run_folder = run_folder
         self._group: PlacementGroup | None = None
         self._actors: dict[str, Any] = {}
-        self._shared_dir = Path(shared_memory()) / f"asyncrl-{uuid.uuid4().hex[:12]}"
+        self._shared = new_shared_folder()
 
     def __enter__(self) -> _Members:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+        try:
+            self._shut_down(timeout_s=HASTY_SHUTDOWN_S if exc_type is KeyboardInterrupt else SHUTDOWN_TIMEOUT_S)
+        except KeyboardInterrupt:
+            pass  # the user will not wait
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for actor in self._actors.values():
+                ray.kill(actor)
+            if self._group is not None:
+                remove_placement_group(self._group)
+            self._shared.remove()
+
+    def _shut_down(self, *, timeout_s: float) -> None:
         shards = [a for name, a in self._actors.items() if name.startswith("shard-")]
         members = [a for name, a in self._actors.items() if name != "coordinator" and a not in shards]
         for actors in (members, shards):  # a shard seals its files when its writers are gone
             calls = [a.shutdown.remote() for a in actors]
-            ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_TIMEOUT_S) if calls else None
-        for actor in self._actors.values():
-            ray.kill(actor)
-        if self._group is not None:
-            remove_placement_group(self._group)
-        shutil.rmtree(self._shared_dir, ignore_errors=True)
+            ray.wait(calls, num_returns=len(calls), timeout=timeout_s) if calls else None
 
     @property
     def coordinator(self) -> Any:
@@ -146,6 +160,7 @@ class _Members:
                 log=self.run_folder.log(name),
                 directory=self._shard_directory(config, name),
                 settings=self._store_settings(config, name),
+                shared_dir=self._shared.path,
                 keys=server_keys(clients),
             )
             for name in _names("shard", config.buffer.num_shards)
@@ -156,7 +171,7 @@ class _Members:
             for name in _names("generator", config.generators.num)
         }
         addresses = ray.get([s.address.remote() for s in shards])
-        wiring = Wiring(addresses, clients, str(self._shared_dir))
+        wiring = Wiring(addresses, clients, str(self._shared.path))
         starting = self._start_learners(config, learners, wiring=wiring)
         starting += [g.start.remote(config, wiring=wiring, coordinator=self.coordinator) for g in generators.values()]
         get_all(starting)
@@ -172,7 +187,7 @@ class _Members:
 
     def _shard_directory(self, config: RLConfig, name: str) -> Path:
         in_memory = config.buffer.durability == "memory"
-        return (self._shared_dir if in_memory else self.run_folder.path) / "buffer" / name
+        return (self._shared.path if in_memory else self.run_folder.path) / "buffer" / name
 
     def _store_settings(self, config: RLConfig, name: str) -> StoreSettings:
         b = config.buffer

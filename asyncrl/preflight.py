@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -53,6 +54,7 @@ def preflight(config: JobConfig) -> Preflight:
     """
     assert isinstance(config, RLConfig | SFTConfig)
     checks = _Problems()
+    checks.run(lambda: _check_runs_dir(config))
     model = checks.run(lambda: read_model_folder(config.model.path))
     tokenizer = checks.run(lambda: _load_tokenizer(config)) if model is not None else None
     if isinstance(config, RLConfig):
@@ -122,6 +124,21 @@ def _preflight_sft(
     return Preflight(_with_absolute_paths(config), model, [], [], max(len(tokens) for _, tokens in rows))
 
 
+def _check_runs_dir(config: JobConfig) -> None:
+    """A run folder can be made there. Leaves nothing behind."""
+    runs_dir = Path(_absolute(config.runs_dir))
+    existing = next(path for path in (runs_dir, *runs_dir.parents) if path.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
+    except OSError as error:
+        raise ConfigError(f"runs_dir = {config.runs_dir!r} cannot be written: {error}") from None
+    latest = runs_dir / f"{config.name}-latest"
+    if latest.exists() and not latest.is_symlink():
+        raise ConfigError(
+            f"{latest} is in the way of the link to the newest run: rename it, or choose another name or runs_dir"
+        )
+
+
 def _load_tokenizer(config: JobConfig) -> Tokenizer:
     path = os.path.expanduser(config.model.path)
     return load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
@@ -154,6 +171,7 @@ async def _check_reward(config: RLConfig, files: Sequence[list[Prompt]]) -> None
         for prompts in files:
             source = prompts[0].prompt_id.rpartition(":")[0]
             check_signature(signature, function=function, columns=prompts[0].row, source=source)
+            _check_hidden_columns(prompts, source, config.data.prompt_column)
             _check_every_row(prompts, signature.required, function)
         if files:
             await _first_call(scorer, files[0][0])
@@ -169,6 +187,14 @@ async def _first_call(scorer: Scorer, prompt: Prompt) -> None:
             f"{error}\n(this was a trial call with the prompt of {prompt.prompt_id} and an empty completion, "
             f"which a model may well produce)"
         ) from None
+
+
+def _check_hidden_columns(prompts: Sequence[Prompt], source: str, prompt_column: str) -> None:
+    for name in ("completion", *(("prompt",) if prompt_column != "prompt" else ())):
+        if name in prompts[0].row:
+            raise DataError(
+                f"{source}: rename column {name!r}: a reward function gets the {name} of the rollout under that name"
+            )
 
 
 def _check_every_row(prompts: Sequence[Prompt], required: Sequence[str], function: str) -> None:

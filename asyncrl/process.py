@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 
+LOG_TAIL = 1 << 16
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+CAUSE = re.compile(r"\b((?!EngineDeadError)[A-Z]\w*(?:Error|Exception): (?!Engine core initialization failed).+)")
+
+
+def last_error(log: Path) -> str:
+    """The last "SomeError: text" in the tail of a log file, or "" where there is none."""
+    with open(log, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_TAIL))
+        found = CAUSE.findall(file.read().decode(errors="replace"))
+    return found[-1].strip() if found else ""
 
 
 def log_to_file(path: Path) -> None:

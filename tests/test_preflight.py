@@ -262,3 +262,30 @@ print({"torch", "ray", "vllm"} & set(sys.modules))
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"
+
+
+def test_a_folder_for_runs_that_cannot_be_made(folder: Path) -> None:
+    values = rl().model_dump() | {"runs_dir": "rewards.py/runs"}
+    assert "runs_dir = 'rewards.py/runs' cannot be written" in problem(RLConfig.model_validate(values), ConfigError)
+    (folder / "runs" / "test-latest").mkdir(parents=True)
+    assert "test-latest is in the way" in problem(rl(), ConfigError)
+    assert list((folder / "runs").iterdir()) == [folder / "runs" / "test-latest"]
+
+
+def test_columns_that_the_rollout_would_hide(folder: Path) -> None:
+    for file in ("prompts", "prompts_eval"):
+        (folder / f"{file}.jsonl").write_text(
+            '{"prompt": "12=", "question": "12=", "answer": "1", "completion": "x"}\n'
+        )
+    assert "prompts.jsonl: rename column 'completion'" in problem(rl(), DataError)
+    for file in ("prompts", "prompts_eval"):
+        (folder / f"{file}.jsonl").write_text('{"prompt": "12=", "question": "12=", "answer": "1"}\n')
+    assert "rename column 'prompt'" in problem(rl(data={"prompt_column": "question"}), DataError)
+    preflight(rl())
+
+
+def test_mixture_of_experts_models_are_refused(folder: Path) -> None:
+    changed = copy_model(folder, num_experts=8)
+    assert "num_experts = 8; mixture-of-experts models cannot be trained yet" in problem(
+        rl(model={"path": str(changed)}), ConfigError
+    )
