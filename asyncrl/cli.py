@@ -94,8 +94,9 @@ def _launch(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     if not arguments.dry_run:
         return launch(prepared, address=arguments.address)
+    plan = placement_plan(prepared.config, arguments.address)
     print(resolved_toml(prepared.config))
-    print("\n".join(f"# {line}".rstrip() for line in placement_plan(prepared.config).splitlines()))
+    print("\n".join(f"# {line}".rstrip() for line in plan.splitlines()))
     return OK
 
 

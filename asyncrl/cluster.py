@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,16 +56,21 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
     try:
         resources = ray.cluster_resources()
         placement = plan_placement(config, use_gpus=resources.get("GPU", 0) > 0)
-        shortage = placement.shortage(resources)
-        if shortage:
-            raise ConfigError(
-                f"this run does not fit the Ray cluster: {shortage}.\n{placement.describe()}\n"
-                "Lower [generators] num or [learners] num_ranks, or add nodes; with too few GPUs, "
-                '[learners] device = "cpu" leaves them to the engines'
-            )
+        check_fits(placement, resources)
         yield placement
     finally:
         ray.shutdown()
+
+
+def check_fits(placement: Placement, resources: Mapping[str, float]) -> None:
+    """Raises ConfigError when a cluster with these resources is too small."""
+    shortage = placement.shortage(resources)
+    if shortage:
+        raise ConfigError(
+            f"this run does not fit the Ray cluster: {shortage}.\n{placement.describe()}\n"
+            "Lower [generators] num or [learners] num_ranks, or add nodes; with too few GPUs, "
+            '[learners] device = "cpu" leaves them to the engines'
+        )
 
 
 def _start_embedded(config: JobConfig, options: dict[str, Any]) -> None:

@@ -67,6 +67,8 @@ class RewardConfig(Section):
     function: str
     """Reward function as "module:name" or "path/file.py:name". It is called with keyword arguments: `prompt` (text),
     `completion` (text) and the row's columns that it names. It returns a float or a dict of float parts (summed)."""
+    folder: str | None = None
+    """Folder in which the function is looked for and runs. Omitted: the working directory."""
     timeout_s: PositiveFloat = 10.0
     """A call that takes longer costs its rollout: recorded as failed, not trained on."""
     num_workers: PositiveInt = 1

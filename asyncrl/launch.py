@@ -6,6 +6,7 @@ coordinator, draw its progress until it ends. Every exit (end, error, Ctrl-C) go
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.buffer import StoreSettings
-from asyncrl.cluster import explain, get_all, num_hosts, num_local_gpus, ray_cluster, reserve
+from asyncrl.cluster import check_fits, explain, get_all, num_hosts, num_local_gpus, ray_cluster, reserve
 from asyncrl.config import JobConfig, RLConfig
 from asyncrl.display import Display
 from asyncrl.placement import Placement, plan_placement
@@ -59,9 +60,19 @@ def launch(prepared: Preflight, *, address: str | None) -> int:
     return 130 if stopped else 0
 
 
-def placement_plan(config: JobConfig) -> str:
-    """The processes and resources of a run, as text; uses the GPUs of this machine if there are any."""
-    return plan_placement(config, use_gpus=num_local_gpus() > 0).describe()
+def placement_plan(config: JobConfig, address: str | None) -> str:
+    """The processes and resources of a run, as text: on the cluster at `address`, else on this machine.
+
+    Raises:
+        ConfigError: they do not fit, or no cluster answers there.
+    """
+    if address is not None:
+        with ray_cluster(config, address) as placement:
+            return placement.describe()
+    num_gpus = num_local_gpus()
+    placement = plan_placement(config, use_gpus=num_gpus > 0)
+    check_fits(placement, {"CPU": math.inf, "GPU": num_gpus})  # a Ray of our own has the CPUs that the run wants
+    return placement.describe()
 
 
 def _run(prepared: Preflight, members: _Members, display: Display) -> bool:

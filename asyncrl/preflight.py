@@ -20,7 +20,7 @@ from asyncrl.config import JobConfig, RLConfig, SFTConfig
 from asyncrl.data import Tokenizer, load_demonstrations, load_prompts, load_tokenizer, read_rows
 from asyncrl.errors import AsyncRLError, ConfigError, DataError, RewardError
 from asyncrl.model_folder import ModelInfo, read_model_folder
-from asyncrl.rewards.loading import check_signature, is_path, split_name
+from asyncrl.rewards.loading import check_signature
 from asyncrl.rewards.scorer import Scorer
 from asyncrl.types import Prompt
 
@@ -102,7 +102,7 @@ def _preflight_rl(
     checks.raise_if_any()
     assert model is not None
     generators = config.generators.model_copy(update={"max_model_len": max_model_len})
-    reward = config.reward.model_copy(update={"function": _absolute_function(config.reward.function)})
+    reward = config.reward.model_copy(update={"folder": _absolute(config.reward.folder or ".")})
     config = _with_absolute_paths(config.model_copy(update={"generators": generators, "reward": reward}))
     train, *held_out = known
     longest = max(len(prompt.tokens) for prompt in together)
@@ -285,12 +285,3 @@ def _with_absolute_paths(config: T) -> T:
 
 def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
-
-
-def _absolute_function(function: str) -> str:
-    """A file by its absolute path; also for a module that is a file of the working directory."""
-    source, name = split_name(function)
-    if is_path(source):
-        return f"{_absolute(source)}:{name}"
-    file = Path.cwd() / f"{source}.py"
-    return f"{file}:{name}" if file.is_file() else function
