@@ -133,6 +133,9 @@ def explain(error: RayError, run_folder: RunFolder) -> AsyncRLError:
     logs = f"(logs: {run_folder.logs})"
     if isinstance(cause, AsyncRLError):
         return type(cause)(f"{cause} {logs}")
+    if isinstance(cause, RayActorError) and cause.actor_init_failed:
+        # The trace of an error at the start of an actor is all in the text; its last line is the error.
+        return AsyncRLError(f"{str(cause).strip().splitlines()[-1].removeprefix('asyncrl.errors.')} {logs}")
     if isinstance(cause, RayActorError):
         return AsyncRLError(f"a process of the run died: {_actor(cause)}{_first_line(cause)} {logs}")
     # Not one of ours: a bug, or a library's failure. The message alone would not do.
