@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -94,7 +95,17 @@ class Workspace:
 
 
 def shared_folders() -> list[Path]:
-    return list(Path(shared_memory()).glob("asyncrl-*"))
+    """Folders in shared memory that no process holds."""
+    return [path for path in Path(shared_memory()).glob("asyncrl-*") if _is_abandoned(path)]
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        with open(path / "alive", "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError):
+        return False
+    return True
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
