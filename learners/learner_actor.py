@@ -29,11 +29,10 @@ class LearnerActor:
         self._rank = rank
 
     def rendezvous(self) -> str:
-        """An address for torch.distributed on this rank's host (call on rank 0)."""
+        """An address for torch.distributed on this rank's host, open from now on (call on rank 0)."""
         host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        self._listener = socket.create_server((host, 0))
+        return f"tcp://{host}:{self._listener.getsockname()[1]}"
 
     def start(
         self,
@@ -57,6 +56,7 @@ class LearnerActor:
             init_method=init_method,
             threads=config.learners.threads,
             use_gpu=use_gpu,
+            listener=getattr(self, "_listener", None),
         )
         if isinstance(config, RLConfig):
             assert wiring is not None
