@@ -41,23 +41,23 @@ def members_of_runs(workspace: Workspace) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def stopped(workspace: Workspace, warm: str) -> dict[signal.Signals, Path]:
-    """Run folders of runs that were told to stop, after looking at how they ended."""
-    folders = {}
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        process, folder = start_training(workspace, f"stopped_{stop.name}")
-        process.send_signal(stop)
-        output, _ = process.communicate(timeout=90)
-        assert process.returncode == 130, output
-        assert "finishing the current step" in output
-        assert f"saved  {folder.resolve()}/model" in output
-        workspace.assert_nothing_left()
-        folders[stop] = folder
-    return folders
+def stopped(workspace: Workspace, warm: str) -> Path:
+    """Folder of a run that lost a shard, went on, was told to stop (as Ctrl-C and Slurm do) and saved its model."""
+    process, folder = start_training(workspace, "stopped")
+    kill(workspace, "ray::ShardActor")
+    steps = num_steps(folder)
+    wait_until(lambda: num_steps(folder) > steps + 5, within_s=90, what=workspace.logs)
+    process.send_signal(signal.SIGTERM)  # is turned into SIGINT
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output
+    assert "finishing the current step" in output
+    assert f"saved  {folder.resolve()}/model" in output
+    workspace.assert_nothing_left()
+    return folder.resolve()
 
 
-def test_ctrl_c_and_sigterm_finish_the_step_and_save(stopped: dict[signal.Signals, Path]) -> None:
-    assert all((folder / "model" / "model.safetensors").exists() for folder in stopped.values())
+def test_a_killed_shard_is_started_again_and_a_stopped_run_saves_its_model(stopped: Path) -> None:
+    assert (stopped / "model" / "model.safetensors").exists()
 
 
 def test_two_ctrl_c_while_everything_starts_end_it_at_once(workspace: Workspace, warm: str) -> None:
@@ -74,13 +74,8 @@ def test_two_ctrl_c_while_everything_starts_end_it_at_once(workspace: Workspace,
     workspace.assert_nothing_left()
 
 
-def test_a_killed_shard_is_started_again_and_a_killed_generator_ends_the_run_with_the_model_saved(
-    workspace: Workspace, warm: str
-) -> None:
+def test_a_killed_generator_ends_the_run_with_the_model_saved(workspace: Workspace, warm: str) -> None:
     process, folder = start_training(workspace, "killed")
-    kill(workspace, "ray::ShardActor")
-    steps = num_steps(folder)
-    wait_until(lambda: num_steps(folder) > steps + 5, within_s=90, what=workspace.logs)
     kill(workspace, "ray::GeneratorActor")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2, output
@@ -102,7 +97,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_cause(workspace: Work
     assert "Traceback" not in output
 
 
-def test_joining_a_running_cluster(workspace: Workspace, stopped: dict[signal.Signals, Path]) -> None:
+def test_joining_a_running_cluster(workspace: Workspace, stopped: Path) -> None:
     """With the model that a stopped run saved, and a reward in a package of the working directory."""
     (workspace.path / "my_rewards").mkdir()
     (workspace.path / "my_rewards" / "exact.py").write_text("from asyncrl.rewards import exact_match as score\n")
@@ -111,7 +106,7 @@ def test_joining_a_running_cluster(workspace: Workspace, stopped: dict[signal.Si
     started = ["start", "--head", "--num-cpus=4", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
     subprocess.run([ray, *started], **options)  # type: ignore[call-overload]
     try:
-        model, reward = stopped[signal.SIGTERM] / "model", "my_rewards.exact:score"
+        model, reward = stopped / "model", "my_rewards.exact:score"
         process = workspace.start_launch(
             "examples/grpo_async.toml",
             *("--name=joined", "--steps=2", "--address=auto"),
