@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from asyncrl import __version__
+from asyncrl.buffer_tool import cli as buffer_cli
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.suggest import nearest
 
@@ -34,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print(f"error: {problem}", file=sys.stderr)
         return USER_ERROR
+    except BrokenPipeError:  # `asyncrl buffer tail | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still buffered goes nowhere, silently
+        return OK
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -44,6 +49,8 @@ def _run(argv: list[str]) -> int:
     if arguments.command is None:
         _parser().print_help()
         return OK
+    if arguments.command == "buffer":
+        return buffer_cli.run(arguments, overrides)
     return _launch(arguments, overrides)
 
 
@@ -61,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--address", metavar="ADDRESS")
     launch.add_argument("--dry-run", action="store_true")
     launch.add_argument("-h", "--help", action=_LaunchHelp)
+    buffer_cli.add_commands(commands)
     return parser
 
 

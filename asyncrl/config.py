@@ -227,6 +227,16 @@ class RLConfig(JobConfig):
         """The bound in force: 0 in sync mode."""
         return 0 if self.mode == "sync" else self.max_staleness
 
+    @property
+    def first_version(self) -> int:
+        """The policy version that the initial weights are."""
+        return 0
+
+    @property
+    def num_generators(self) -> int:
+        """Generator actors that the job starts."""
+        return self.generators.num
+
     @model_validator(mode="after")
     def _sizes_divide(self) -> RLConfig:
         a, ranks = self.algorithm, self.learners.num_ranks
@@ -270,6 +280,31 @@ class RLConfig(JobConfig):
                 "keep their defaults"
             )
         return problems
+
+
+class OfflineConfig(RLConfig):
+    """An RL job that trains on stored groups, without generators (`asyncrl buffer replay`).
+
+    Its clock goes on where that of the stored groups ended, so that every one of them is in the past, and the staleness
+    bound is that of the oldest at the last step: it is measured, nothing is dropped for it.
+    """
+
+    oldest_version: int = Field(exclude=True)
+    """Oldest policy version that sampled a stored group."""
+    newest_version: int = Field(exclude=True)
+    """Newest policy version that sampled a stored group."""
+
+    @property
+    def staleness_bound(self) -> int:
+        return self.first_version + self.steps - 1 - self.oldest_version
+
+    @property
+    def first_version(self) -> int:
+        return self.newest_version + 1
+
+    @property
+    def num_generators(self) -> int:
+        return 0
 
 
 class SFTConfig(JobConfig):

@@ -11,10 +11,12 @@ import ray
 from ray.exceptions import RayActorError
 
 from asyncrl.actors.generator import EvalResult
-from asyncrl.config import JobConfig, RLConfig, SFTConfig
+from asyncrl.buffer.stored import StoredGroup
+from asyncrl.config import JobConfig, OfflineConfig, RLConfig, SFTConfig
 from asyncrl.coordinator import Coordinator
 from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import JsonlSink, Metrics, TensorBoardSink
+from asyncrl.offline import OfflineRun
 from asyncrl.process import log_to_file
 from asyncrl.progress import Progress
 from asyncrl.run_folder import RunFolder
@@ -102,7 +104,7 @@ class CoordinatorActor:
         self._run_folder = run_folder
         self._progress = Progress(job=config.name, num_steps=config.steps)
         self._metrics = Metrics([JsonlSink(run_folder.metrics), TensorBoardSink(run_folder.tensorboard)])
-        self._job: Coordinator | SupervisedRun | None = None
+        self._job: Coordinator | OfflineRun | SupervisedRun | None = None
 
     async def connect_rl(
         self,
@@ -121,6 +123,18 @@ class CoordinatorActor:
             buffer=wiring.connect_buffer(),
             learners=RemoteLearners(learners),
             generators=[RemoteGenerator(name, handle) for name, handle in generators.items()],
+            run_folder=self._run_folder,
+            metrics=self._metrics,
+            progress=self._progress,
+        )
+
+    async def connect_offline(self, *, groups: Sequence[StoredGroup], wiring: Wiring, learners: Sequence[Any]) -> None:
+        assert isinstance(self._config, OfflineConfig)
+        self._job = OfflineRun(
+            self._config,
+            groups=groups,
+            buffer=wiring.connect_buffer(),
+            learners=RemoteLearners(learners),
             run_folder=self._run_folder,
             metrics=self._metrics,
             progress=self._progress,

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.config import JobConfig, RLConfig
+from asyncrl.config import JobConfig, OfflineConfig, RLConfig
 from asyncrl.progress import Progress
 from asyncrl.run_folder import RunFolder
 
@@ -72,7 +72,24 @@ class Display:
             ("step", f"{progress.step} / {progress.num_steps}"),
             ("time", f"{_clock(now - progress.started_at)}   left {_clock(eta)}"),
         ]
-        if isinstance(self._config, RLConfig):
+        if isinstance(self._config, OfflineConfig):
+            rows += [
+                ("reward", f"{_number(latest, 'learner/reward/mean')}   (of the stored rollouts)"),
+                (
+                    "staleness",
+                    f"mean {_number(latest, 'learner/staleness/mean', 2)}"
+                    f"   max {_number(latest, 'learner/staleness/max', 0)}   measured, not bounded",
+                ),
+                (
+                    "off-policy",
+                    f"effective samples {_percent(latest, 'learner/weight/ess')}"
+                    f"   weights cut {_percent(latest, 'learner/weight/limited_fraction')}"
+                    f"   kl {_number(latest, 'learner/kl/k3')}",
+                ),
+                ("buffer", f"{_percent(latest, 'buffer/fill')} left{_unscored(latest)}"),
+                ("tokens/s", f"trained {_number(latest, 'throughput/trained_tokens_per_s', 0)}"),
+            ]
+        elif isinstance(self._config, RLConfig):
             rows += [
                 ("reward", f"{_number(latest, 'learner/reward/mean')}   {_spark([v for _, v in progress.curve])}"),
                 ("held-out reward", _held_out(progress)),
@@ -115,6 +132,8 @@ class Display:
             progress.latest.update(progress.averages())
             for name, value in self.rows(progress):
                 self.say(f"{name:>18}  {value}")
+        if progress.phase.startswith("done: "):
+            self.say(f"{'end':>18}  {progress.phase}")
         for path in progress.saved or ["nothing"]:
             self.say(f"{'saved':>18}  {path}")
 
@@ -142,7 +161,14 @@ class Display:
         """The most important numbers in one line."""
         latest = progress.latest
         parts = [f"step {progress.step}/{progress.num_steps}", f"left {_clock(progress.eta_s(time.time()))}"]
-        if isinstance(self._config, RLConfig):
+        if isinstance(self._config, OfflineConfig):
+            parts += [
+                f"loss {_number(latest, 'learner/loss', 4)}",
+                f"staleness {_number(latest, 'learner/staleness/mean', 1)}",
+                f"effective samples {_percent(latest, 'learner/weight/ess')}",
+                f"tokens/s {_number(latest, 'throughput/trained_tokens_per_s', 0)} trained",
+            ]
+        elif isinstance(self._config, RLConfig):
             parts += [
                 f"reward {_number(latest, 'learner/reward/mean')}",
                 f"held-out {_held_out(progress)}",
@@ -157,6 +183,8 @@ class Display:
         return "  ".join(parts)
 
     def _mode(self) -> str:
+        if isinstance(self._config, OfflineConfig):
+            return "offline"
         return self._config.mode if isinstance(self._config, RLConfig) else "sft"
 
     def _print_line(self, progress: Progress) -> None:

@@ -19,12 +19,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.buffer import StoreSettings
 from asyncrl.cluster import check_fits, explain, get_all, num_hosts, num_local_gpus, ray_cluster, reserve
-from asyncrl.config import JobConfig, RLConfig
+from asyncrl.config import JobConfig, OfflineConfig, RLConfig
 from asyncrl.display import Display
 from asyncrl.placement import Placement, plan_placement
 from asyncrl.preflight import Preflight
 from asyncrl.progress import Progress
 from asyncrl.run_folder import RunFolder
+from asyncrl.shards_file import ShardsFile
 from asyncrl.shared_folder import new_shared_folder
 from asyncrl.wiring import Wiring, server_keys
 
@@ -50,7 +51,7 @@ def launch(prepared: Preflight, *, address: str | None) -> int:
         with ray_cluster(config, address) as placement:
             # Slurm, Kubernetes and docker stop with SIGTERM: the same as the first Ctrl-C.
             signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-            run_folder = RunFolder.create(config)
+            run_folder = RunFolder.create(config, note=prepared.note)
             with Display(config, run_folder) as display, _Members(placement, run_folder) as members:
                 display.say(f"run folder {run_folder.path}")
                 stopped = _run(prepared, members, display)
@@ -131,6 +132,7 @@ class _Members:
             if self._group is not None:
                 remove_placement_group(self._group)
             self._shared.remove()
+            self.run_folder.shards.unlink(missing_ok=True)
 
     def _shut_down(self, *, timeout_s: float) -> None:
         shards = [a for name, a in self._actors.items() if name.startswith("shard-")]
@@ -179,13 +181,19 @@ class _Members:
         learners = self._spawn_learners(config)
         generators = {
             name: self._spawn(name, GeneratorActor, name=name, log=self.run_folder.log(name))
-            for name in _names("generator", config.generators.num)
+            for name in _names("generator", config.num_generators)
         }
         addresses = ray.get([s.address.remote() for s in shards])
         wiring = Wiring(addresses, clients, str(self._shared.path))
+        directories = [self._shard_directory(config, name) for name in _names("shard", len(shards))]
+        ShardsFile(addresses, directories, clients).write(self.run_folder.shards)
         starting = self._start_learners(config, learners, wiring=wiring)
         starting += [g.start.remote(config, wiring=wiring, coordinator=self.coordinator) for g in generators.values()]
         get_all(starting)
+        if isinstance(config, OfflineConfig):
+            stored = ray.put(prepared.stored)
+            ray.get(self.coordinator.connect_offline.remote(groups=stored, learners=learners, wiring=wiring))
+            return
         ray.get(
             self.coordinator.connect_rl.remote(
                 prompts=prepared.prompts,

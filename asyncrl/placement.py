@@ -73,7 +73,7 @@ def plan_placement(config: JobConfig, *, use_gpus: bool) -> Placement:
     if isinstance(config, RLConfig):
         generators = config.generators
         cpus, gpus = (1, generators.tensor_parallel) if use_gpus else (generators.threads, 0)
-        bundles += [Bundle(f"generator-{i}", cpus, gpus) for i in range(generators.num)]
+        bundles += [Bundle(f"generator-{i}", cpus, gpus) for i in range(config.num_generators)]
         bundles += [Bundle(f"shard-{i}", LIGHT_CPU) for i in range(config.buffer.num_shards)]
     cpus, gpus = (1, 1) if use_gpus and learners.device == "auto" else (learners.threads, 0)
     bundles += [Bundle(f"learner-{i}", cpus, gpus) for i in range(learners.num_ranks)]

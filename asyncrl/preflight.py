@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
+from asyncrl.buffer.stored import StoredGroup
 from asyncrl.config import JobConfig, RLConfig, SFTConfig
 from asyncrl.data import Tokenizer, load_demonstrations, load_prompts, load_tokenizer, read_rows
 from asyncrl.errors import AsyncRLError, ConfigError, DataError, RewardError
@@ -37,6 +38,8 @@ class Preflight:
         config: absolute paths; `generators.max_model_len` is filled.
         prompts, eval_prompts: of an RL job, in file order; empty for others.
         longest_tokens: longest prompt (RL) or longest demonstration (SFT).
+        stored: groups to train on instead of generated ones (offline), in the order of their numbers.
+        note: what else made this run, for its config.toml; may be empty.
     """
 
     config: RLConfig | SFTConfig
@@ -44,6 +47,8 @@ class Preflight:
     prompts: list[Prompt] = field(repr=False)
     eval_prompts: list[Prompt] = field(repr=False)
     longest_tokens: int
+    stored: Sequence[StoredGroup] = field(default=(), repr=False)
+    note: str = ""
 
 
 def preflight(config: JobConfig) -> Preflight:
@@ -54,7 +59,7 @@ def preflight(config: JobConfig) -> Preflight:
     """
     assert isinstance(config, RLConfig | SFTConfig)
     checks = _Problems()
-    checks.run(lambda: _check_runs_dir(config))
+    checks.run(lambda: check_runs_dir(config))
     model = checks.run(lambda: read_model_folder(config.model.path))
     tokenizer = checks.run(lambda: _load_tokenizer(config)) if model is not None else None
     if isinstance(config, RLConfig):
@@ -103,7 +108,7 @@ def _preflight_rl(
     assert model is not None
     generators = config.generators.model_copy(update={"max_model_len": max_model_len})
     reward = config.reward.model_copy(update={"folder": _absolute(config.reward.folder or ".")})
-    config = _with_absolute_paths(config.model_copy(update={"generators": generators, "reward": reward}))
+    config = absolute_paths(config.model_copy(update={"generators": generators, "reward": reward}))
     train, *held_out = known
     longest = max(len(prompt.tokens) for prompt in together)
     return Preflight(config, model, train, held_out[0] if held_out else [], longest)
@@ -121,10 +126,10 @@ def _preflight_sft(
         checks.run(lambda: _check_demonstration_lengths(model, rows))
     checks.raise_if_any()
     assert model is not None
-    return Preflight(_with_absolute_paths(config), model, [], [], max(len(tokens) for _, tokens in rows))
+    return Preflight(absolute_paths(config), model, [], [], max(len(tokens) for _, tokens in rows))
 
 
-def _check_runs_dir(config: JobConfig) -> None:
+def check_runs_dir(config: JobConfig) -> None:
     """A run folder can be made there. Leaves nothing behind."""
     runs_dir = Path(_absolute(config.runs_dir))
     existing = next(path for path in (runs_dir, *runs_dir.parents) if path.exists())
@@ -269,7 +274,7 @@ def _max_model_len(config: RLConfig, model: ModelInfo, prompts: Sequence[Prompt]
     return length
 
 
-def _with_absolute_paths(config: T) -> T:
+def absolute_paths(config: T) -> T:
     """The same configuration, valid in any working directory. Links are followed for the model: a run does not change
     the model it began with when a `-latest` link moves on."""
     assert isinstance(config, RLConfig | SFTConfig)

@@ -64,6 +64,13 @@ class Segment:
         return self.writer != NO_ID
 
 
+def segment_files(directory: Path) -> list[Path]:
+    """Every segment file in a folder, sealed or open, in the order of their numbers; [] where there is no folder."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if path.suffix in (SEALED, OPEN))
+
+
 class SegmentTable:
     """All segments of one shard, in `directory`.
 

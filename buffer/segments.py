@@ -23,13 +23,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from asyncrl.buffer.schema import SCHEMA
+from asyncrl.buffer.schema import SCHEMA, check_schema
 from asyncrl.errors import ReplayBufferError
 
 SEALED, OPEN = ".arrow", ".open"
 IDENTITY, WRITERS = "identity", "writers"
 """Beside the segments: what a client recognises the shard by, and the folder of the writers' locks."""
 _MAGIC = b"ARROW1"
+_SCHEMA_OFFSET = 8  # after the magic and its padding
 _ALIGNMENT = 64
 _BLOCK = struct.Struct("<qi4xq")  # Block: offset, metaDataLength, bodyLength
 _RECORD_BATCHES_FIELD = 3  # of Footer
@@ -79,6 +80,54 @@ def tail(blocks: Sequence[tuple[int, int, int]]) -> bytes:
     for i, block in enumerate(blocks):
         _BLOCK.pack_into(footer, position + i * _BLOCK.size, *block)
     return b"\xff\xff\xff\xff\0\0\0\0" + bytes(footer) + struct.pack("<i", len(footer)) + _MAGIC
+
+
+def blocks_of(path: str | os.PathLike[str]) -> list[tuple[int, int, int]]:
+    """The messages that a sealed file's footer lists, as (offset, metadata, body) bytes: the inverse of tail().
+
+    Raises ReplayBufferError when the file is truncated, is no Arrow file or has another schema than this asyncrl.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if os.pread(file.fileno(), len(_MAGIC), 0) != _MAGIC:
+                raise ReplayBufferError(f"{path} is a foreign file: it does not begin as an Arrow file")
+            check_segment_schema(path)
+            end = os.pread(file.fileno(), len(_MAGIC) + 4, max(0, size - len(_MAGIC) - 4))
+            length = struct.unpack_from("<i", end)[0]
+            if not end.endswith(_MAGIC) or not 0 < length <= size - len(PREFIX):
+                raise ReplayBufferError(f"{path} is truncated: it does not end with the footer of an Arrow file")
+            footer = os.pread(file.fileno(), length, size - len(end) - length)
+            return _blocks_in(footer)
+    except (OSError, struct.error) as error:
+        raise ReplayBufferError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _blocks_in(footer: bytes) -> list[tuple[int, int, int]]:
+    (table,) = struct.unpack_from("<I", footer, 0)
+    (to_vtable,) = struct.unpack_from("<i", footer, table)
+    (vtable_size,) = struct.unpack_from("<H", footer, table - to_vtable)
+    if vtable_size <= 4 + 2 * _RECORD_BATCHES_FIELD:
+        return []  # a field at the end of a table that has its default is left out
+    first = _vector_of_blocks(footer)
+    (num,) = struct.unpack_from("<I", footer, first - 4)
+    return [_BLOCK.unpack_from(footer, first + i * _BLOCK.size) for i in range(num)]
+
+
+def check_segment_schema(path: str | os.PathLike[str]) -> None:
+    """Raises ReplayBufferError, with both versions, when a file begins with the schema of another asyncrl, or with one
+    that is not of trajectories. A file whose beginning is no schema at all passes: its groups are checked one by one.
+    """
+    with open(path, "rb") as file:
+        start = file.read(len(PREFIX))
+        if start == PREFIX or not start.startswith(_MAGIC):
+            return
+        start += file.read(1 << 16)
+    try:
+        schema = pa.ipc.read_schema(pa.py_buffer(start[_SCHEMA_OFFSET:]))
+    except (pa.ArrowException, OSError, ValueError, EOFError):
+        return
+    check_schema(schema, what=str(path))
 
 
 def metadata_length(message: Any) -> int:

@@ -97,6 +97,14 @@ def write_manifest(directory: Path, files: dict[str, dict[str, Any]], *, policy_
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Raises ReplayBufferError unless the folder holds a whole snapshot, every byte as it was written."""
+    manifest = read_manifest_file(directory)
+    for name, expected in manifest["files"].items():
+        check_file(directory / name, expected)
+    return manifest
+
+
+def read_manifest_file(directory: Path) -> dict[str, Any]:
+    """The manifest alone. Raises ReplayBufferError when there is none that this asyncrl wrote."""
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -106,8 +114,6 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ReplayBufferError(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ReplayBufferError(f'{path} does not say "{FORMAT}": it was not written by this version of asyncrl')
-    for name, expected in manifest["files"].items():
-        check_file(directory / name, expected)
     return manifest
 
 
