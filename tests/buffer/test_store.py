@@ -442,8 +442,8 @@ def test_kept_groups_stay_in_the_log_however_long_it_is(tmp_path: Path, monkeypa
     store = GroupStore(tmp_path, StoreSettings(keep=True))
     for number in range(10):
         group_id = put(store, number)
-        store.lease(lease_id(number), [group_id], **NOW)
-        store.commit(lease_id(number), [group_id])
+        store.lease(lease_id(number + 1), [group_id], **NOW)
+        store.commit(lease_id(number + 1), [group_id])
         store.compact_if_long()
     again = GroupStore(tmp_path, StoreSettings(keep=True))  # the killed one's segment is closed: all is in its footer
     (file,) = tmp_path.glob("*.arrow")
