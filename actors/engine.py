@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psutil
 
-from asyncrl.actors.model_tensors import check_tensors, expected_tensors
 from asyncrl.actors.sampling import Sample, SampleRequest
 from asyncrl.actors.tasks import finish, gather
 from asyncrl.actors.vllm_setup import engine_args, sampling_params, set_environment, to_sample
 from asyncrl.errors import GenerationError, WeightSyncError
+from asyncrl.model_tensors import check_tensors, expected_tensors
 from asyncrl.weights import WeightManifest, verify
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from asyncrl import __version__, buffer_cli
+from asyncrl import __version__
+from asyncrl.buffer_tool import cli as buffer_cli
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.suggest import nearest
 
@@ -103,8 +104,9 @@ def _launch(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     if not arguments.dry_run:
         return launch(prepared, address=arguments.address)
+    plan = placement_plan(prepared.config, arguments.address)
     print(resolved_toml(prepared.config))
-    print("\n".join(f"# {line}".rstrip() for line in placement_plan(prepared.config).splitlines()))
+    print("\n".join(f"# {line}".rstrip() for line in plan.splitlines()))
     return OK
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,16 +56,21 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
     try:
         resources = ray.cluster_resources()
         placement = plan_placement(config, use_gpus=resources.get("GPU", 0) > 0)
-        shortage = placement.shortage(resources)
-        if shortage:
-            raise ConfigError(
-                f"this run does not fit the Ray cluster: {shortage}.\n{placement.describe()}\n"
-                'Lower [generators] num or [learners] num_ranks, or add nodes; with too few GPUs, [learners] device = "cpu" '
-                "leaves them to the engines"
-            )
+        check_fits(placement, resources)
         yield placement
     finally:
         ray.shutdown()
+
+
+def check_fits(placement: Placement, resources: Mapping[str, float]) -> None:
+    """Raises ConfigError when a cluster with these resources is too small."""
+    shortage = placement.shortage(resources)
+    if shortage:
+        raise ConfigError(
+            f"this run does not fit the Ray cluster: {shortage}.\n{placement.describe()}\n"
+            "Lower [generators] num or [learners] num_ranks, or add nodes; with too few GPUs, "
+            '[learners] device = "cpu" leaves them to the engines'
+        )
 
 
 def _start_embedded(config: JobConfig, options: dict[str, Any]) -> None:
@@ -128,10 +133,14 @@ def explain(error: RayError, run_folder: RunFolder) -> AsyncRLError:
     logs = f"(logs: {run_folder.logs})"
     if isinstance(cause, AsyncRLError):
         return type(cause)(f"{cause} {logs}")
+    if isinstance(cause, RayActorError) and cause.actor_init_failed:
+        # The trace of an error at the start of an actor is all in the text; its last line is the error.
+        return AsyncRLError(f"{str(cause).strip().splitlines()[-1].removeprefix('asyncrl.errors.')} {logs}")
     if isinstance(cause, RayActorError):
         return AsyncRLError(f"a process of the run died: {_actor(cause)}{_first_line(cause)} {logs}")
     # Not one of ours: a bug, or a library's failure. The message alone would not do.
-    run_folder.log("driver").write_text(str(error))
+    with contextlib.suppress(OSError):  # a full disk, for one
+        run_folder.log("driver").write_text(str(error))
     return AsyncRLError(f"{type(cause).__name__}: {cause} (traceback: {run_folder.log('driver')})")
 
 

@@ -67,6 +67,8 @@ class RewardConfig(Section):
     function: str
     """Reward function as "module:name" or "path/file.py:name". It is called with keyword arguments: `prompt` (text),
     `completion` (text) and the row's columns that it names. It returns a float or a dict of float parts (summed)."""
+    folder: str | None = None
+    """Folder in which the function is looked for and runs. Omitted: the working directory."""
     timeout_s: PositiveFloat = 10.0
     """A call that takes longer costs its rollout: recorded as failed, not trained on."""
     num_workers: PositiveInt = 1
@@ -92,7 +94,8 @@ class AlgorithmConfig(Section):
     clip_high: PositiveFloat = 0.2
     """Ratio is clipped above at 1 + clip_high."""
     weight: Literal["truncate", "none"] = "truncate"
-    """Correction for stale or mismatched data, w = min(pi_anchor/mu, weight_max), detached (TIS)."""
+    """Correction for stale or mismatched data, w = min(pi_anchor/mu, weight_max), detached (TIS). Always 1 with
+    anchor = "behaviour", where pi_anchor is mu."""
     weight_max: PositiveFloat = 2.0
     """Upper bound of that weight."""
     aggregate: Literal["token_mean", "sequence_mean"] = "token_mean"
@@ -176,6 +179,9 @@ class BufferConfig(Section):
 class EvalConfig(Section):
     every: PositiveInt = 10
     """Policy versions between evaluations; also before the first and after the last step."""
+
+
+class RolloutEvalConfig(EvalConfig):
     samples_per_prompt: PositiveInt = 1
     """Rollouts per held-out prompt, sampled at the training temperature."""
 
@@ -198,7 +204,6 @@ class JobConfig(Section):
     """Batches to train on."""
     model: ModelConfig
     learners: LearnersConfig = LearnersConfig()
-    eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
 
@@ -215,6 +220,7 @@ class RLConfig(JobConfig):
     algorithm: AlgorithmConfig
     generators: GeneratorsConfig = GeneratorsConfig()
     buffer: BufferConfig = BufferConfig()
+    eval: RolloutEvalConfig = RolloutEvalConfig()
 
     @property
     def staleness_bound(self) -> int:
@@ -308,6 +314,7 @@ class SFTConfig(JobConfig):
     batch_size: PositiveInt = 64
     """Demonstrations per optimizer step, over all ranks."""
     data: DemonstrationsConfig
+    eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> SFTConfig:

@@ -11,7 +11,7 @@ from asyncrl.buffer.stored import StoredGroup
 from asyncrl.config import OfflineConfig, RLConfig
 from asyncrl.errors import ConfigError, ReplayBufferError
 from asyncrl.model_folder import ModelInfo, read_model_folder
-from asyncrl.preflight import Preflight, absolute_paths
+from asyncrl.preflight import Preflight, absolute_paths, check_runs_dir
 
 BYTES_FACTOR = 1.05
 """Room for what segment files hold beside their groups."""
@@ -60,6 +60,7 @@ def offline_preflight(
     Raises:
         ConfigError, ReplayBufferError: the only problem, or a ConfigError that lists them all.
     """
+    check_runs_dir(config)
     model = read_model_folder(config.model.path)
     intact, damaged, largest, longest = _read_all(groups)
     if not intact:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from asyncrl.buffer import shared_memory
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -29,6 +31,7 @@ class Workspace:
 
     path: Path
     tag: str = field(default_factory=lambda: uuid.uuid4().hex)
+    shared_before: set[Path] = field(default_factory=lambda: set(shared_folders()))
 
     def environment(self) -> dict[str, str]:
         return os.environ | {TAG: self.tag, "PYTHONUNBUFFERED": "1", "COLUMNS": "160"}
@@ -87,6 +90,22 @@ class Workspace:
 
     def assert_nothing_left(self, within_s: float = 15) -> None:
         wait_until(lambda: not self.processes(), within_s=within_s, what=lambda: f"left: {self.processes()}")
+        left = set(shared_folders()) - self.shared_before
+        assert not left, f"left in shared memory: {left}"
+
+
+def shared_folders() -> list[Path]:
+    """Folders in shared memory that no process holds."""
+    return [path for path in Path(shared_memory()).glob("asyncrl-*") if _is_abandoned(path)]
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        with open(path / "alive", "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError):
+        return False
+    return True
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from asyncrl.buffer.stored import in_order
-from asyncrl.buffer_source import find_source
+from asyncrl.buffer_tool.source import find_source
 from asyncrl.config import OfflineConfig, RLConfig
 from asyncrl.config_load import load_config, resolved_toml
 from asyncrl.errors import ConfigError
@@ -45,7 +45,7 @@ def replay(
     if not dry_run:
         return launch(prepared, address=address)
     print(resolved_toml(prepared.config))
-    print("\n".join(f"# {line}".rstrip() for line in placement_plan(prepared.config).splitlines()))
+    print("\n".join(f"# {line}".rstrip() for line in placement_plan(prepared.config, address).splitlines()))
     return 0
 
 

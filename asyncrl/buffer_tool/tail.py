@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncrl.buffer.schema import decode_group
 from asyncrl.buffer.stored import StoredGroup, in_order
-from asyncrl.buffer_source import HOW_TO_KEEP, Source
+from asyncrl.buffer_tool.source import HOW_TO_KEEP, Source
 from asyncrl.data import load_tokenizer
 from asyncrl.errors import DataError, ReplayBufferError
 from asyncrl.types import Rollout

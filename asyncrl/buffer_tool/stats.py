@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from asyncrl.buffer import LEDGER, BufferStats
 from asyncrl.buffer.stored import StoredShard
-from asyncrl.buffer_source import HOW_TO_KEEP, Source
+from asyncrl.buffer_tool.source import HOW_TO_KEEP, Source
 from asyncrl.errors import ReplayBufferError
 
 Row = dict[str, object]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncrl.buffer.stored import in_order
 from asyncrl.buffer.table import export_parquet
-from asyncrl.buffer_source import HOW_TO_KEEP, Source
+from asyncrl.buffer_tool.source import HOW_TO_KEEP, Source
 from asyncrl.errors import ReplayBufferError
 
 EXPORT_NAME = "trajectories.parquet"

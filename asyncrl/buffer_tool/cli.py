@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         rest: what the parser did not know: the settings of a replay.
     """
     if arguments.verb == "replay":
-        from asyncrl.buffer_replay import replay
+        from asyncrl.buffer_tool.replay import replay
 
         return replay(
             arguments.directory,
@@ -72,22 +72,22 @@ def run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         )
     if rest:
         raise ConfigError(f"(command line): unexpected {rest[0]!r}; see `asyncrl buffer {arguments.verb} --help`")
-    from asyncrl.buffer_source import find_source
+    from asyncrl.buffer_tool.source import find_source
 
     source = find_source(arguments.source)
     if arguments.verb == "stats":
-        from asyncrl.buffer_stats import print_stats
+        from asyncrl.buffer_tool.stats import print_stats
 
         print_stats(source, as_json=arguments.json)
         return OK
     if arguments.verb == "tail":
-        from asyncrl.buffer_tail import tail
+        from asyncrl.buffer_tool.tail import tail
 
         tail(source, num_groups=arguments.n, num_rollouts=arguments.rollouts, follow=arguments.follow)
         return OK
-    from asyncrl import buffer_files
+    from asyncrl.buffer_tool import files
 
     if arguments.verb == "verify":
-        return OK if buffer_files.verify(source) else BAD
+        return OK if files.verify(source) else BAD
     out = None if arguments.out is None else Path(arguments.out)
-    return OK if buffer_files.export(source, out) else BAD
+    return OK if files.export(source, out) else BAD
