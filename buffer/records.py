@@ -5,6 +5,7 @@ Every record ends with the xxh3 of what precedes it, so that a torn write at the
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,6 +98,12 @@ def pack_event(
     """The bytes of a record that is not about a new entry."""
     data = _ENTRY.pack(kind, segment, 0, 0, 0, 0, 0, group_id, owner, number, 0, 0, 0, 0, 0.0, 0.0)
     return data + _CHECK.pack(xxhash.xxh3_64_intdigest(data))
+
+
+def pack_lease(group_id: bytes, lease_id: bytes, timeout_s: float) -> bytes:
+    """The bytes of a LEASE record; its number is the timeout in milliseconds, 0 for none."""
+    milliseconds = max(1, round(timeout_s * 1e3)) if math.isfinite(timeout_s) else 0
+    return pack_event(Kind.LEASE, group_id=group_id, owner=lease_id, number=milliseconds)
 
 
 def is_intact(data: bytes | memoryview) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from asyncrl.buffer.log import LOG, ShardLog, check_log
-from asyncrl.buffer.records import NO_ID, Entry, Kind, Record, pack_entry, pack_event
+from asyncrl.buffer.records import NO_ID, Entry, Kind, Record, pack_entry, pack_event, pack_lease
 from asyncrl.buffer.sampling import FIFO, FreeGroups, Offer, Sampling
 from asyncrl.buffer.schema import SCHEMA_VERSION, describe, read_batch
 from asyncrl.buffer.segment_table import Segment, SegmentTable, StoreSettings, segment_files
@@ -42,8 +42,8 @@ from asyncrl.types import GroupRef
 
 NUM_REMEMBERED_IDS = 1 << 14
 """Ids of groups that are gone, the newest ones, so that a late repeated append or commit is recognised."""
-GRACE_S = 60.0
-"""How long the leases of an earlier process last without a renewal."""
+GRACE_S = 10.0
+"""How long the leases of an earlier process last at least: their holders need time to reach the new one."""
 _SELF = b"the shard itself"
 
 
@@ -83,8 +83,8 @@ class GroupStore:
             self._apply(record)
         self._segments.recover()
         self._seal_own()
-        for lease_id in self._leases:  # their holders may live: let them renew
-            self._deadlines[lease_id] = (self._now() + GRACE_S, GRACE_S)
+        for lease_id, (_, timeout_s) in self._deadlines.items():
+            self._deadlines[lease_id] = (self._now() + max(GRACE_S, timeout_s), timeout_s)
 
     @classmethod
     def as_logged(cls, directory: Path, records: Iterable[Record]) -> GroupStore:
@@ -294,7 +294,8 @@ class GroupStore:
                 return False
         if len(set(group_ids)) != len(group_ids):
             return False
-        self._log.write(b"".join(pack_event(Kind.LEASE, group_id=i, owner=lease_id) for i in group_ids))
+        records = [pack_lease(group_id, lease_id, timeout_s) for group_id in group_ids]
+        self._log.write(b"".join(records))
         for group_id in group_ids:
             self._lease(group_id, lease_id)
         self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
@@ -409,6 +410,7 @@ class GroupStore:
                 self._totals["appended"] += 1
             case Kind.LEASE:
                 self._lease(group_id, record.owner)
+                self._deadlines[record.owner] = (math.inf, number / 1e3 if number else math.inf)
             case Kind.RELEASE:
                 self._release(group_id)
             case Kind.COMMIT:
@@ -445,7 +447,7 @@ class GroupStore:
             for _ in range(held.uses):
                 yield pack_event(Kind.USED, group_id=group_id, owner=held.last_use)
             if held.lease != NO_ID:
-                yield pack_event(Kind.LEASE, group_id=group_id, owner=held.lease)
+                yield pack_lease(group_id, held.lease, self._deadlines[held.lease][1])
         yield from self._segments.seals()
         for index, name in enumerate(TOTALS):
             bits = struct.unpack("<q", struct.pack("<d", float(self._totals[name])))[0]
