@@ -11,7 +11,7 @@ ifeq ($(ENGINE),cpu)
 UV_TORCH := $(if $(wildcard $(PIP_FIND_LINKS)/torch-*+cpu*.whl),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 endif
 
-.PHONY: setup demo test test-unit lint clean
+.PHONY: setup demo test test-unit lint soak clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/installed-$(ENGINE)
@@ -35,6 +35,11 @@ test: setup
 
 test-unit: setup
 	$(BIN)/python -m pytest tests -m "not integration"
+
+# An hour of a replay buffer under random kills; MINUTES=5 for less.
+MINUTES ?= 60
+soak: setup
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
 
 lint: setup
 	$(BIN)/ruff check .
