@@ -16,6 +16,9 @@ from asyncrl.errors import ReplayBufferError
 
 LOG = "log"
 """Its name in the shard's folder."""
+RESERVE_BYTES = 1 << 19
+"""Room that is set aside after the end, as zeros: 4,096 records for leases and commits on a disk that is full, which
+make room again."""
 COMPACT_FROM = 1 << 14
 """A log shorter than this many records is never compacted."""
 
@@ -29,6 +32,7 @@ class ShardLog:
         self._fd = self._open(path)
         self._end = os.fstat(self._fd).st_size
         self._compacted = 0
+        self._reserved = self._end
 
     @property
     def num_records(self) -> int:
@@ -41,17 +45,34 @@ class ShardLog:
 
     def read(self) -> Iterator[Record]:
         """The records so far; a torn end is cut off. Raises ReplayBufferError when one in the middle is damaged."""
-        whole = _whole_records(os.pread(self._fd, self._end, 0))
+        whole = _whole_records(_written(os.pread(self._fd, self._end, 0)))
         yield from _unpack(whole, self._path)
         self._end = len(whole) * RECORD_BYTES
         os.ftruncate(self._fd, self._end)
+        self._reserved = self._end
 
-    def write(self, records: bytes) -> None:
-        """Append whole records. Raises ReplayBufferError, with the log as before, when there is no room."""
+    def write(self, records: bytes, *, for_more: bool = False) -> None:
+        """Append whole records. Raises ReplayBufferError, with the log as before, when there is no room.
+
+        Args:
+            for_more: they take in more groups, and may not use up the reserve.
+        """
+        self._reserve(self._end + len(records), needed=for_more)
         pwrite_all(self._fd, records, self._end)
         if self._sync:
             os.fdatasync(self._fd)
         self._end += len(records)
+
+    def _reserve(self, end: int, *, needed: bool) -> None:
+        """Set room aside after `end`. Raises ReplayBufferError when it is needed and there is none."""
+        if end + RESERVE_BYTES // 2 <= self._reserved:
+            return
+        try:
+            os.posix_fallocate(self._fd, self._reserved, end + RESERVE_BYTES - self._reserved)
+            self._reserved = end + RESERVE_BYTES
+        except OSError as error:
+            if needed:
+                raise ReplayBufferError(f"{self._path} cannot be written: {error.strerror}") from error
 
     def compact(self, records: Iterable[bytes]) -> None:
         """Replace the whole log by these records."""
@@ -69,8 +90,10 @@ class ShardLog:
             raise
         os.close(self._fd)
         self._fd, self._end, self._compacted = fd, len(data), len(data) // RECORD_BYTES
+        self._reserved = self._end
 
     def close(self) -> None:
+        os.ftruncate(self._fd, self._end)
         os.close(self._fd)
 
     @staticmethod
@@ -87,7 +110,7 @@ def read_log(path: Path) -> tuple[list[Record], int]:
     Raises ReplayBufferError when it cannot be read or a record before the end is damaged.
     """
     try:
-        data = path.read_bytes()
+        data = _written(path.read_bytes())
     except OSError as error:
         raise ReplayBufferError(f"the buffer's log {path} cannot be read: {error.strerror}") from error
     whole = _whole_records(data)
@@ -96,11 +119,17 @@ def read_log(path: Path) -> tuple[list[Record], int]:
 
 def check_log(path: Path) -> None:
     """Raises ReplayBufferError when a log that is not empty has no intact record: to cut its end off would empty it."""
-    if path.exists() and path.stat().st_size >= RECORD_BYTES and not _whole_records(path.read_bytes()):
+    data = _written(path.read_bytes()) if path.exists() else b""
+    if len(data) >= RECORD_BYTES and not _whole_records(data):
         raise ReplayBufferError(
             f"the buffer's log {path} has no record that this asyncrl can read: another version of asyncrl wrote it, "
             f"or it is damaged; read the folder with the asyncrl that wrote it, or start in an empty one"
         )
+
+
+def _written(data: bytes) -> bytes:
+    """Without the zeros of the reserve."""
+    return data[: -(-len(data.rstrip(b"\0")) // RECORD_BYTES) * RECORD_BYTES]
 
 
 def _whole_records(data: bytes) -> list[memoryview]:

@@ -140,12 +140,14 @@ class RemoteShard:
         results: list[Result] = []
         written: list[bytes] = []
         for group in groups:
-            if not self._writer.fits(group.message.size):
+            offset = self._writer.write(group.message)
+            if offset is None:  # no room for it, or none on the disk: a segment that was used before may have some
                 results += self._acknowledge(written)
                 written = []
                 if not self._next_segment(group.message.size):
                     return results + [None] * (len(groups) - len(results))
-            offset = self._writer.write(group.message)
+                offset = self._writer.write(group.message, or_fail=True)
+                assert offset is not None
             entry = Entry(
                 group.ref,
                 self._writer.number,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from typing import Literal
 from asyncrl.buffer.records import NO_ID, Entry, Kind, pack_event
 from asyncrl.buffer.segments import OPEN, PREFIX, SEALED, aligned, open_segment, seal_segment, segment_path
 from asyncrl.errors import ReplayBufferError
+
+logger = logging.getLogger(__name__)
 
 Durability = Literal["memory", "disk", "fsync"]
 NUM_RECYCLED = 8
@@ -113,8 +116,10 @@ class SegmentTable:
             return None
         number = self._last + 1
         path = segment_path(self._directory, number, sealed=False)
-        open_segment(path, self._recycled[-1] if self._recycled else None)
-        self._recycled = self._recycled[:-1]
+        used = max(self._recycled, key=os.path.getsize, default=None)  # a full disk gives no more pages
+        open_segment(path, used)
+        if used is not None:
+            self._recycled.remove(used)
         self._log(pack_event(Kind.GRANT, owner=writer, segment=number, number=capacity))
         return self.granted(number, writer, capacity)
 
@@ -152,9 +157,17 @@ class SegmentTable:
             self._recycle(segment)
 
     def seal(self, segment: Segment) -> None:
-        """No more groups go into this segment; its file becomes an Arrow IPC file."""
+        """No more groups go into this segment; its file becomes an Arrow IPC file, unless nobody will read it.
+
+        On a full disk it stays as it is, for this process alone to read, until its groups are gone or the next process
+        seals it.
+        """
         self._log(pack_event(Kind.SEAL, segment=segment.number))
-        segment.path = seal_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+        if segment.num_live or self._settings.keep:
+            try:
+                segment.path = seal_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+            except ReplayBufferError as error:
+                logger.warning("a segment has no footer yet: %s", error)
         segment.writer = NO_ID
         if segment.num_live:
             self._spill_if_over_budget()

@@ -190,7 +190,14 @@ def pwrite_all(fd: int, data: Any, offset: int) -> None:
             written = os.pwrite(fd, view, offset)
             view, offset = view[written:], offset + written
     except OSError as error:
-        raise ReplayBufferError(f"a buffer segment cannot be written: {error.strerror}") from error
+        raise ReplayBufferError(f"{_path_of(fd)} cannot be written: {error.strerror}") from error
+
+
+def _path_of(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return "a file of the buffer"
 
 
 def open_segment(path: str, recycled: str | None = None) -> None:
@@ -232,9 +239,6 @@ class SegmentWriter:
         self._offset = 0
         self._end = 0
 
-    def fits(self, num_bytes: int) -> bool:
-        return self._fd >= 0 and self._offset + aligned(num_bytes) <= self._end
-
     def start(self, number: int, path: str, num_bytes: int) -> None:
         """Go on in another segment of that many bytes."""
         self.close()
@@ -244,10 +248,21 @@ class SegmentWriter:
             raise ReplayBufferError(f"buffer segment {path} cannot be opened: {error.strerror}") from error
         self.number, self._offset, self._end = number, len(PREFIX), num_bytes
 
-    def write(self, message: Any) -> int:
-        """Offset of the message, which fits."""
+    def write(self, message: Any, *, or_fail: bool = False) -> int | None:
+        """Offset of the message; None when neither the segment nor the disk has room for it.
+
+        Raises ReplayBufferError instead, with or_fail, when the disk has none.
+        """
         offset = self._offset
-        pwrite_all(self._fd, message, offset)
+        if self._fd < 0 or offset + aligned(len(message)) > self._end:
+            return None
+        try:
+            pwrite_all(self._fd, message, offset)
+        except ReplayBufferError:
+            self._end = 0
+            if or_fail:
+                raise
+            return None
         self._offset += aligned(len(message))
         return offset
 

@@ -156,7 +156,8 @@ class GroupStore:
             for segment in {entry.segment for entry in accepted.values()}:
                 self._reader.sync(self._segments[segment].path)
         if accepted:
-            self._log.write(b"".join(pack_entry(entry, Kind.APPEND, writer) for entry in accepted.values()))
+            records = b"".join(pack_entry(entry, Kind.APPEND, writer) for entry in accepted.values())
+            self._log.write(records, for_more=True)
         for entry in accepted.values():
             self._add(entry)
         self._totals["appended"] += len(accepted)
@@ -176,12 +177,14 @@ class GroupStore:
         ref = describe(read_batch(message), len(message))
         if self.knows(ref.group_id):
             return False
-        if not self._writer.fits(len(message)):
+        offset = self._writer.write(message)
+        if offset is None:
             segment = self.grant(_SELF, len(message), seal=self._writer.number)
             if segment is None:
                 return None
             self._writer.start(segment.number, segment.path, segment.capacity)
-        offset = self._writer.write(message)
+            offset = self._writer.write(message, or_fail=True)
+            assert offset is not None
         entry = Entry(ref, self._writer.number, offset, metadata_length(message), checksum)
         (result,) = self.append([entry], writer=_SELF)
         if isinstance(result, str):
