@@ -30,7 +30,7 @@ from asyncrl.buffer.keys import CurveKeys, ShardAddress
 from asyncrl.buffer.records import unpack_records
 from asyncrl.buffer.remote import Location, RemoteShard, Result
 from asyncrl.buffer.sampling import FIFO, Sampling
-from asyncrl.buffer.schema import EncodedGroup, batch_to_group, encode_groups, read_batch
+from asyncrl.buffer.schema import EncodedGroup, decode_group, encode_groups, read_batch
 from asyncrl.buffer.segment_table import StoreSettings
 from asyncrl.buffer.shard import ShardServer
 from asyncrl.buffer.snapshot import MANIFEST, read_groups, read_manifest, write_manifest
@@ -255,14 +255,11 @@ class ReplayBuffer:
 
         Raises ReplayBufferError when one was committed or evicted, or is corrupted.
         """
-        return [batch_to_group(batch) for batch in self.read_batches(refs)]
+        return [decode_group(message) for message in self._read(refs)]
 
     def read_batches(self, refs: Sequence[GroupRef]) -> list[pa.RecordBatch]:
         """As read, as Arrow record batches of schema.SCHEMA: no array is copied."""
-        messages: dict[bytes, Any] = {}
-        for shard, ids in _by_shard(refs).items():
-            messages |= self._shards[shard].read({group_id: self._located.get(group_id) for group_id in ids})
-        return [read_batch(messages[ref.group_id]) for ref in refs]
+        return [read_batch(message) for message in self._read(refs)]
 
     def evict(self, *, policy_version: int, max_staleness: int) -> list[bytes]:
         """Drop the free groups with policy_version - min_version > max_staleness; their ids. They are counted."""
@@ -336,6 +333,13 @@ class ReplayBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _read(self, refs: Sequence[GroupRef]) -> list[Any]:
+        """Their verified messages."""
+        messages: dict[bytes, Any] = {}
+        for shard, ids in _by_shard(refs).items():
+            messages |= self._shards[shard].read({group_id: self._located.get(group_id) for group_id in ids})
+        return [messages[ref.group_id] for ref in refs]
 
     def _all(self, op: str, fields: dict[str, Any]) -> list[Any]:
         return [shard.request(op, fields) for shard in self._shards]

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import json
 import math
+import struct
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
+from asyncrl.buffer.message import MessageLayout, MessageView
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import FINISH_REASONS, Group, GroupRef, Rollout
 
@@ -54,6 +58,7 @@ SCHEMA = pa.schema(
 """One trajectory = one row. reward is null where scoring failed (the cause is `error` in the JSON of `extra`);
 created_at is unix seconds, seconds the time the rollout took; token_rewards is null without process rewards."""
 
+_LAYOUT = MessageLayout(SCHEMA)
 _PER_TOKEN = ("loss_mask", "behaviour_logprobs", "policy_versions")
 _INT32 = np.dtype(np.int32)
 _RESPONSE_DTYPES: dict[str, Any] = {
@@ -73,31 +78,171 @@ class EncodedGroup:
 
 
 def encode_group(group: Group) -> EncodedGroup:
-    """The group as one Arrow IPC record batch message. Raises ReplayBufferError when it is not well formed."""
-    return encode_groups([group])[0]
+    """The group as one Arrow IPC record batch message.
+
+    Raises ReplayBufferError, which names the group, when ids, lengths, types, values or finish reasons are wrong.
+    """
+    if len(group.group_id) != 16 or not group.rollouts:
+        raise ReplayBufferError(
+            f"group {group.number} needs an id of 16 bytes and a rollout at least; "
+            f"got {len(group.group_id)} bytes, {len(group.rollouts)} rollouts"
+        )
+    prompt = _cast(group.prompt_tokens, _INT32, f"group {group.number}: prompt_tokens")
+    try:
+        return _encode(group, prompt)
+    except (TypeError, ValueError):
+        # An array of another type: converted where nothing is lost by it, else refused by name.
+        return _encode(
+            replace(group, rollouts=tuple(_cast_rollout(group, i) for i in range(len(group.rollouts)))), prompt
+        )
 
 
 def encode_groups(groups: Sequence[Group]) -> list[EncodedGroup]:
-    """As encode_group for each; several at once cost a fraction per group, since Arrow arrays are built once for all.
+    """As encode_group for each. When one is not well formed, none is encoded."""
+    return [encode_group(group) for group in groups]
 
-    Raises ReplayBufferError, which names the group, when one is not well formed; then none is encoded.
-    """
-    if not groups:
-        return []
-    batch = groups_to_batch(groups)
-    sizes = [len(group.rollouts) for group in groups]
-    ends = np.cumsum(sizes).tolist()
-    refs = _describe_groups(batch, groups, sizes, ends)
-    messages = [batch.slice(end - size, size).serialize() for size, end in zip(sizes, ends, strict=True)]
-    return [
-        EncodedGroup(message, GroupRef(shard=0, nbytes=message.size, **ref))
-        for message, ref in zip(messages, refs, strict=True)
-    ]
+
+def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
+    """Raises TypeError or ValueError when an array is not of the very type that is stored."""
+    rollouts, n = group.rollouts, len(group.rollouts)
+    responses, masks = [r.response for r in rollouts], [r.loss_mask for r in rollouts]
+    logprobs, versions = [r.behaviour_logprobs for r in rollouts], [r.policy_versions for r in rollouts]
+    tokens = _concatenate([part for response in responses for part in (prompt, response)], np.int32)
+    flat = {
+        "loss_mask": _concatenate(masks, np.bool_),
+        "behaviour_logprobs": _concatenate(logprobs, np.float32),
+        "policy_versions": _concatenate(versions, np.int32),
+    }
+    lengths = list(map(len, responses))
+    for name, arrays in zip(_PER_TOKEN, (masks, logprobs, versions), strict=True):
+        if (found := list(map(len, arrays))) != lengths:
+            _refuse_lengths(group, name, found, lengths)
+    _check_values(flat, lengths, group)
+    min_versions, max_version = _version_range(flat["policy_versions"], masks, lengths)
+    rewards = _numbers("reward", "f", [r.reward for r in rollouts])
+    scored = [reward == reward for reward in rewards]
+    parts = [item for r in rollouts for item in r.reward_parts.items()]
+    part_offsets = _offsets([len(r.reward_parts) for r in rollouts]) if parts else bytes(4 * n + 4)
+    part_values = _numbers("reward_parts", "f", [value for _, value in parts]).tobytes()
+    failed = [r.error is not None for r in rollouts]
+    errors = tuple("" if r.error is None else json.dumps({"error": r.error}) for r in rollouts)
+    reasons = tuple([r.finish_reason for r in rollouts])
+    _check_finish_reasons(set(reasons))
+    fixed = _fixed_columns(n)
+    response_offsets = _offsets(lengths)
+    all_null = _bitmap([False] * n)
+
+    # In the order of the schema; the first of a column is the bitmap of its nulls, empty without any.
+    buffers: tuple[Any, ...] = (
+        *(b"", b"".join([xxhash.xxh3_128_digest(group.group_id + index) for index in fixed.each_index])),
+        *(b"", group.group_id * n),
+        *(b"", _numbers("number", "q", [group.number]).tobytes() * n),
+        *(b"", *_repeated("prompt_id", group.prompt_id, n)),
+        *(b"", fixed.group_size),
+        *(b"", fixed.group_index),
+        *(b"", _offsets([prompt.size + length for length in lengths]), b"", memoryview(tokens).cast("B")),
+        *(b"", prompt.size.to_bytes(4, "little") * n),
+        *(b"", response_offsets, b"", np.packbits(flat["loss_mask"], bitorder="little").tobytes()),
+        *(b"", response_offsets, b"", memoryview(flat["behaviour_logprobs"]).cast("B")),
+        *(b"", response_offsets, b"", memoryview(flat["policy_versions"]).cast("B")),
+        *(b"", array("i", min_versions).tobytes()),
+        *(_bitmap(scored), rewards.tobytes()),
+        *(b"", part_offsets, b"", b"", *_texts("reward_parts", tuple([key for key, _ in parts])), b"", part_values),
+        *(all_null, bytes(4 * n + 4), b"", b""),
+        *(b"", *_texts("finish_reason", reasons)),
+        *(b"", *_repeated("generator", group.generator, n)),
+        *(b"", _numbers("created_at", "d", [group.created_at]).tobytes() * n),
+        *(b"", _numbers("seconds", "d", [r.seconds for r in rollouts]).tobytes()),
+        *(_bitmap(failed), *_texts("extra", errors)),
+    )
+    num_items = {"tokens": tokens.size, **dict.fromkeys(_PER_TOKEN, sum(lengths)), "reward_parts": len(parts)}
+    num_nulls = {"reward": n - sum(scored), "token_rewards": n, "extra": n - sum(failed)}
+    message = pa.py_buffer(_LAYOUT.pack(n, buffers, num_items=num_items, num_nulls=num_nulls))
+    mean, std = _spread(rewards)
+    ref = GroupRef(
+        shard=0,
+        group_id=group.group_id,
+        number=group.number,
+        num_rows=n,
+        num_tokens=tokens.size,
+        max_tokens=prompt.size + max(lengths),
+        min_version=min(min_versions),
+        max_version=max_version,
+        nbytes=message.size,
+        reward_mean=mean,
+        reward_std=std,
+    )
+    return EncodedGroup(message, ref)
 
 
 def decode_group(message: Any) -> Group:
-    """Inverse of encode_group; `message` is any buffer. Arrays are read-only views of it."""
-    return batch_to_group(read_batch(message))
+    """Inverse of encode_group, for the message of one whole group in any buffer. Arrays are read-only views of it."""
+    try:
+        return _decode(message)
+    except (ValueError, IndexError, struct.error) as error:
+        raise ReplayBufferError(f"a stored group is not an Arrow record batch message: {error}") from error
+
+
+def _decode(message: Any) -> Group:
+    view = _LAYOUT.unpack(message)
+    prompt_length = int(view.column("prompt_length", np.int32)[0])
+    bounds = view.offsets("tokens").tolist()
+    tokens = view.items("tokens", np.int32, bounds[-1])
+    per_token: list[list[np.ndarray]] = []
+    for name in _PER_TOKEN:
+        ends = view.offsets(name).tolist()
+        items = view.items(name, _RESPONSE_DTYPES[name].type, ends[-1])
+        per_token.append([items[start:end] for start, end in pairwise(ends)])
+    rewards = view.column("reward", np.float32)
+    if (scored := view.valid("reward")) is not None:
+        rewards = np.where(scored, rewards, np.float32("nan"))
+    failed = view.valid("extra")
+    has_extra = [True] * view.num_rows if failed is None else failed.tolist()
+    extras = view.strings("extra") if any(has_extra) else has_extra
+    rollouts = tuple(
+        Rollout(
+            response=tokens[start + prompt_length : end],
+            loss_mask=mask,
+            behaviour_logprobs=logprobs,
+            policy_versions=versions,
+            reward=reward,
+            finish_reason=reason,
+            seconds=seconds,
+            reward_parts=parts,
+            error=json.loads(extra).get("error") if has else None,
+        )
+        for (start, end), mask, logprobs, versions, reward, reason, seconds, parts, has, extra in zip(
+            pairwise(bounds),
+            *per_token,
+            rewards.tolist(),
+            view.strings("finish_reason"),
+            view.column("seconds", np.float64).tolist(),
+            _reward_parts(view),
+            has_extra,
+            extras,
+            strict=True,
+        )
+    )
+    return Group(
+        group_id=view.column("group_id", "V16")[0].tobytes(),
+        number=int(view.column("number", np.int64)[0]),
+        prompt_id=view.strings("prompt_id")[0],
+        prompt_tokens=tokens[bounds[0] : bounds[0] + prompt_length],
+        rollouts=rollouts,
+        generator=view.strings("generator")[0],
+        created_at=float(view.column("created_at", np.float64)[0]),
+    )
+
+
+def _reward_parts(view: MessageView) -> list[dict[str, float]]:
+    offsets = view.offsets("reward_parts").tolist()
+    if offsets[-1] == 0:
+        return [{} for _ in range(view.num_rows)]
+    # A map is a list of structs of keys and values: their buffers follow the list's two and the struct's one.
+    first = _LAYOUT.first_buffer["reward_parts"]
+    names = view.texts(first + 4, offsets[-1])
+    values = view.values(first + 7, np.float32, offsets[-1]).tolist()
+    return [dict(zip(names[a:b], values[a:b], strict=True)) for a, b in pairwise(offsets)]
 
 
 def read_batch(message: Any) -> pa.RecordBatch:
@@ -126,78 +271,9 @@ def check_schema(schema: pa.Schema, *, what: str = "these trajectories") -> None
 
 
 def groups_to_batch(groups: Sequence[Group]) -> pa.RecordBatch:
-    """One row per rollout, group after group.
-
-    Raises ReplayBufferError, which names the group, when ids, lengths, types, values or finish reasons are wrong.
-    """
-    for group in groups:
-        _check_group(group)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    sizes = np.array([len(group.rollouts) for group in groups], np.int16)
-    prompts = [_cast(group.prompt_tokens, _INT32, f"group {group.number}: prompt_tokens") for group in groups]
-    per_row = [(group, index) for group in groups for index in range(len(group.rollouts))]
-    responses, flat = _response_columns(per_row)
-    lengths = np.array([len(r) for r in responses], np.int32)
-    prompt_lengths = np.repeat(np.array([p.size for p in prompts], np.int32), sizes)
-    _check_values(flat, lengths, per_row)
-    row_prompts = (prompt for prompt, size in zip(prompts, sizes.tolist(), strict=True) for _ in range(size))
-    tokens = [part for pair in zip(row_prompts, responses, strict=True) for part in pair]
-    parts = [list(r.reward_parts.items()) for r in rollouts]
-    errors = [None if r.error is None else json.dumps({"error": r.error}) for r in rollouts]
-    columns: dict[str, pa.Array | np.ndarray | list[Any]] = {
-        "trajectory_id": _binary16([xxhash.xxh3_128_digest(g.group_id + i.to_bytes(2, "little")) for g, i in per_row]),
-        "group_id": _binary16([group.group_id for group, _ in per_row]),
-        "number": np.repeat(_per_group(groups, "number", np.int64), sizes),
-        "prompt_id": [group.prompt_id for group, _ in per_row],
-        "group_size": np.repeat(sizes, sizes),
-        "group_index": np.array([index for _, index in per_row], np.int16),
-        "tokens": _list_array(np.concatenate(tokens), lengths + prompt_lengths),
-        "prompt_length": prompt_lengths,
-        **{name: _list_array(flat[name], lengths) for name in _PER_TOKEN},
-        "min_version": _min_versions(flat["policy_versions"], flat["loss_mask"], lengths),
-        "reward": _rewards(rollouts),
-        "reward_parts": parts,
-        "token_rewards": [None] * len(rollouts),
-        "finish_reason": [r.finish_reason for r in rollouts],
-        "generator": [group.generator for group, _ in per_row],
-        "created_at": np.repeat(_per_group(groups, "created_at", np.float64), sizes),
-        "seconds": [r.seconds for r in rollouts],
-        "extra": errors,
-    }
-    return pa.RecordBatch.from_arrays([_array(name, columns[name]) for name in SCHEMA.names], schema=SCHEMA)
-
-
-def batch_to_group(batch: pa.RecordBatch) -> Group:
-    """Inverse of groups_to_batch for one group, for a batch that describe accepts."""
-    column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
-    prompt_length = column["prompt_length"][0].as_py()
-    tokens = list_rows(column["tokens"])
-    plain = {n: column[n].to_pylist() for n in ("reward", "finish_reason", "seconds", "reward_parts", "extra")}
-    rollouts = tuple(
-        Rollout(
-            response=row[prompt_length:],
-            loss_mask=mask,
-            behaviour_logprobs=logprobs,
-            policy_versions=versions,
-            reward=float("nan") if reward is None else reward,
-            finish_reason=reason,
-            seconds=seconds,
-            reward_parts=dict(parts),
-            error=None if extra is None else json.loads(extra).get("error"),
-        )
-        for row, mask, logprobs, versions, reward, reason, seconds, parts, extra in zip(
-            tokens, *(list_rows(column[name]) for name in _PER_TOKEN), *plain.values(), strict=True
-        )
-    )
-    return Group(
-        group_id=column["group_id"][0].as_py(),
-        number=column["number"][0].as_py(),
-        prompt_id=column["prompt_id"][0].as_py(),
-        prompt_tokens=tokens[0][:prompt_length],
-        rollouts=rollouts,
-        generator=column["generator"][0].as_py(),
-        created_at=column["created_at"][0].as_py(),
-    )
+    """One row per rollout, group after group. Raises ReplayBufferError as encode_group."""
+    batches = [read_batch(encoded.message) for encoded in encode_groups(groups)]
+    return batches[0] if len(batches) == 1 else pa.Table.from_batches(batches, SCHEMA).combine_chunks().to_batches()[0]
 
 
 def describe(batch: pa.RecordBatch, nbytes: int) -> GroupRef:
@@ -206,9 +282,9 @@ def describe(batch: pa.RecordBatch, nbytes: int) -> GroupRef:
         batch.validate(full=True)
     except pa.ArrowException as error:
         raise ReplayBufferError(f"a group is malformed: {error}") from error
-    for field, array in zip(SCHEMA, batch.columns, strict=True):
-        inner = array.values.null_count if pa.types.is_list(field.type) else 0
-        if inner or (not field.nullable and array.null_count):
+    for field, column in zip(SCHEMA, batch.columns, strict=True):
+        inner = column.values.null_count if pa.types.is_list(field.type) else 0
+        if inner or (not field.nullable and column.null_count):
             raise ReplayBufferError(f"a group is malformed: nulls in column {field.name}")
     group_id, number = _only_value(batch, "group_id"), _only_value(batch, "number")
     name = f"group {number} ({group_id.hex()})"
@@ -224,7 +300,7 @@ def describe(batch: pa.RecordBatch, nbytes: int) -> GroupRef:
         if (np.diff(batch.column(column).offsets.to_numpy()) != lengths - prompt_length).any():
             raise ReplayBufferError(f"{name}: column {column} is not aligned with the response tokens")
     flat = {column: np.concatenate(list_rows(batch.column(column))) for column in _PER_TOKEN}
-    _check_values(flat, lengths - prompt_length)
+    _check_values(flat, (lengths - prompt_length).tolist())
     _check_finish_reasons(set(batch.column("finish_reason").to_pylist()))
     mean, std = _spread(batch.column("reward").drop_null().to_pylist())
     return GroupRef(
@@ -267,48 +343,9 @@ def _only_value(batch: pa.RecordBatch, name: str) -> Any:
     return values.pop()
 
 
-def _check_group(group: Group) -> None:
-    if len(group.group_id) != 16 or not group.rollouts:
-        raise ReplayBufferError(
-            f"group {group.number} needs an id of 16 bytes and a rollout at least; "
-            f"got {len(group.group_id)} bytes, {len(group.rollouts)} rollouts"
-        )
-    _check_finish_reasons({r.finish_reason for r in group.rollouts})
-
-
 def _check_finish_reasons(reasons: set[str]) -> None:
     if unknown := reasons.difference(FINISH_REASONS):
         raise ReplayBufferError(f"finish_reason must be one of {', '.join(FINISH_REASONS)}; got {unknown}")
-
-
-def _describe_groups(
-    batch: pa.RecordBatch, groups: Sequence[Group], sizes: list[int], ends: list[int]
-) -> list[dict[str, Any]]:
-    """The fields of each group's GroupRef, but for shard and nbytes."""
-    tokens = np.diff(batch.column("tokens").offsets.to_numpy()).tolist()
-    versions = batch.column("policy_versions").values.to_numpy()
-    offsets = batch.column("policy_versions").offsets.to_pylist()
-    min_versions = batch.column("min_version").to_pylist()
-    rewards = batch.column("reward").to_numpy(zero_copy_only=False).astype(np.float64).tolist()
-    described = []
-    for group, size, end in zip(groups, sizes, ends, strict=True):
-        start = end - size
-        sampled = versions[offsets[start] : offsets[end]]
-        mean, std = _spread(rewards[start:end])
-        described.append(
-            {
-                "group_id": group.group_id,
-                "number": group.number,
-                "num_rows": size,
-                "num_tokens": sum(tokens[start:end]),
-                "max_tokens": max(tokens[start:end]),
-                "min_version": min(min_versions[start:end]),
-                "max_version": int(sampled.max()) if sampled.size else -1,
-                "reward_mean": mean,
-                "reward_std": std,
-            }
-        )
-    return described
 
 
 def _spread(rewards: Sequence[float]) -> tuple[float, float]:
@@ -320,54 +357,45 @@ def _spread(rewards: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(sum((r - mean) ** 2 for r in scored) / len(scored))
 
 
-def _check_values(
-    flat: dict[str, np.ndarray], lengths: np.ndarray, rows: Sequence[tuple[Group, int]] | None = None
-) -> None:
+def _check_values(flat: dict[str, np.ndarray], lengths: Sequence[int], group: Group | None = None) -> None:
     logprobs = flat["behaviour_logprobs"]
-    if not math.isfinite(logprobs.sum(dtype=np.float64)):
-        at = int(np.argmin(np.isfinite(logprobs)))
+    if not (finite := np.isfinite(logprobs)).all():
+        at = int(np.argmin(finite))
         row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-        where = f"rollout {row}" if rows is None else _row_name(rows[row])
+        where = f"rollout {row}" if group is None else f"group {group.number}, rollout {row}"
         raise ReplayBufferError(f"{where}: behaviour_logprobs holds {logprobs[at]}; logprobs must be finite")
 
 
-def _row_name(row: tuple[Group, int]) -> str:
-    return f"group {row[0].number}, rollout {row[1]}"
+def _refuse_lengths(group: Group, name: str, found: list[int], lengths: list[int]) -> NoReturn:
+    at = next(i for i, (a, b) in enumerate(zip(found, lengths, strict=True)) if a != b)
+    raise ReplayBufferError(
+        f"group {group.number}, rollout {at}: {name} has {found[at]} values for {lengths[at]} response tokens"
+    )
 
 
-def _min_versions(versions: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int32 [rows]: oldest version of the tokens that were sampled; -1 in a row without any."""
-    if lengths.all() and versions.min() == (newest := versions.max()) >= 0:
-        return np.full(lengths.size, newest, np.int32)
-    found = np.full(lengths.size, -1, np.int32)
-    rows = np.flatnonzero(lengths)
-    if rows.size:
-        no_version = np.iinfo(np.int32).max
-        starts = (np.cumsum(lengths) - lengths)[rows]
-        oldest = np.minimum.reduceat(np.where(mask, versions, no_version), starts)
-        found[rows] = np.where(oldest == no_version, -1, oldest)
-    return found
+def _version_range(versions: np.ndarray, masks: Sequence[np.ndarray], lengths: list[int]) -> tuple[list[int], int]:
+    """The oldest version of each row's sampled tokens (-1 without any), and the newest of all tokens."""
+    newest = int(np.maximum.reduce(versions)) if versions.size else -1
+    if all(lengths) and np.minimum.reduce(versions) == newest and all(m[0] or m[-1] for m in masks):
+        return [newest] * len(lengths), newest
+    no_version = np.iinfo(np.int32).max
+    rows = np.split(np.where(np.concatenate(masks), versions, no_version), np.cumsum(lengths[:-1]))
+    oldest = [int(row.min(initial=no_version)) for row in rows]
+    return [-1 if version == no_version else version for version in oldest], newest
 
 
-def _response_columns(rows: Sequence[tuple[Group, int]]) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-    """The rows' responses, and the columns that are aligned with them, each as one flat array."""
-    rollouts = [group.rollouts[index] for group, index in rows]
-    arrays = {name: [getattr(r, name) for r in rollouts] for name in _RESPONSE_DTYPES}
-    for name, values in arrays.items():
-        if {getattr(a, "dtype", None) for a in values} != {_RESPONSE_DTYPES[name]} or {a.ndim for a in values} != {1}:
-            arrays[name] = [
-                _cast(a, _RESPONSE_DTYPES[name], f"{_row_name(row)}: {name}")
-                for a, row in zip(values, rows, strict=True)
-            ]
-    lengths = [len(a) for a in arrays["response"]]
-    for name in _PER_TOKEN:
-        found = [len(a) for a in arrays[name]]
-        if found != lengths:
-            at = next(i for i, (a, b) in enumerate(zip(found, lengths, strict=True)) if a != b)
-            raise ReplayBufferError(
-                f"{_row_name(rows[at])}: {name} has {found[at]} values for {lengths[at]} response tokens"
-            )
-    return arrays["response"], {name: np.concatenate(arrays[name]) for name in _PER_TOKEN}
+def _concatenate(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    """Raises TypeError or ValueError unless all are one-dimensional arrays of this very type."""
+    flat = np.concatenate(arrays, dtype=dtype, casting="no")
+    if flat.ndim != 1:
+        raise ValueError(f"arrays of {flat.ndim} dimensions")
+    return flat
+
+
+def _cast_rollout(group: Group, index: int) -> Rollout:
+    rollout = group.rollouts[index]
+    name = f"group {group.number}, rollout {index}"
+    return replace(rollout, **{f: _cast(getattr(rollout, f), d, f"{name}: {f}") for f, d in _RESPONSE_DTYPES.items()})
 
 
 def _cast(values: Any, dtype: np.dtype, name: str) -> np.ndarray:
@@ -377,34 +405,53 @@ def _cast(values: Any, dtype: np.dtype, name: str) -> np.ndarray:
     return array.astype(dtype, copy=False)
 
 
-def _per_group(groups: Sequence[Group], name: str, dtype: Any) -> np.ndarray:
+def _numbers(name: str, code: str, values: Sequence[float]) -> array[Any]:
+    """An array of C numbers of this code of the module `array`."""
     try:
-        return np.array([getattr(group, name) for group in groups], dtype)
+        return array(code, values)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ReplayBufferError(f"column {name} cannot hold {[getattr(g, name) for g in groups]!r}: {error}") from error
+        raise ReplayBufferError(f"column {name} cannot hold {values!r}: {error}") from error
 
 
-def _rewards(rollouts: Sequence[Rollout]) -> pa.Array:
+def _text(name: str, value: str) -> bytes:
     try:
-        return pa.array(np.array([r.reward for r in rollouts], np.float32), from_pandas=True)  # NaN becomes null
-    except (TypeError, ValueError) as error:
-        raise ReplayBufferError(f"column reward cannot hold {[r.reward for r in rollouts]!r}: {error}") from error
+        return value.encode()
+    except (AttributeError, UnicodeError) as error:
+        raise ReplayBufferError(f"column {name} cannot hold {value!r}: {error}") from error
 
 
-def _binary16(ids: Sequence[bytes]) -> pa.Array:
-    return pa.Array.from_buffers(_ID, len(ids), [None, pa.py_buffer(b"".join(ids))], 0)
+@lru_cache(maxsize=1024)
+def _texts(name: str, values: tuple[str, ...]) -> tuple[bytes, bytes]:
+    """Offsets and bytes of a string array."""
+    texts = [_text(name, value) for value in values]
+    return _offsets([len(text) for text in texts]), b"".join(texts)
 
 
-def _list_array(flat: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    offsets = np.zeros(lengths.size + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+def _repeated(name: str, value: str, count: int) -> tuple[bytes, bytes]:
+    text = _text(name, value)
+    return _offsets([len(text)] * count), text * count
 
 
-def _array(name: str, values: pa.Array | np.ndarray | list[Any]) -> pa.Array:
-    if isinstance(values, pa.Array):
-        return values
-    try:
-        return pa.array(values, SCHEMA.field(name).type)
-    except (pa.ArrowException, TypeError, OverflowError, UnicodeError) as error:
-        raise ReplayBufferError(f"column {name} cannot hold {list(values)[:8]!r}: {error}") from error
+def _offsets(lengths: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(lengths) + 1}i", *accumulate(lengths, initial=0))
+
+
+def _bitmap(valid: Sequence[bool]) -> bytes:
+    """Empty when all are."""
+    if all(valid):
+        return b""
+    return sum(1 << i for i, one in enumerate(valid) if one).to_bytes(-(-len(valid) // 8), "little")
+
+
+class _Fixed(NamedTuple):
+    """What only depends on the number of rows."""
+
+    group_size: bytes
+    group_index: bytes
+    each_index: tuple[bytes, ...]
+
+
+@lru_cache(maxsize=64)
+def _fixed_columns(n: int) -> _Fixed:
+    each = tuple(i.to_bytes(2, "little") for i in range(n))
+    return _Fixed(n.to_bytes(2, "little") * n, b"".join(each), each)

@@ -1,0 +1,194 @@
+"""Arrow IPC record batch messages of one schema, put together and taken apart without Arrow objects.
+
+    0xFFFFFFFF | metadata size | metadata: a flatbuffer | body: the columns' buffers, each from a multiple of 8 bytes on
+
+With a fixed schema the metadata always has the same bytes but for the number of rows, the size of the body, and the
+tables of nodes (rows and nulls of each array) and buffers (offset and length). They are patched in pyarrow's own bytes.
+
+Source: Arrow columnar format, "Encapsulated message format"; format/Message.fbs (Message, RecordBatch).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+_MESSAGE_HEADER, _MESSAGE_BODY_LENGTH = 2, 3  # fields of Message; 1 is the type of the header
+_LENGTH, _NODES, _BUFFERS, _COMPRESSION = 0, 1, 2, 3  # fields of RecordBatch
+_PREFIX = 8  # continuation marker and metadata size
+_PADDING = [bytes(n) for n in range(8)]
+
+
+def find_field(flatbuffer: Any, table: int, index: int) -> int:
+    """Position of a table's field, 0 when it is not there: it has its default then."""
+    (to_vtable,) = struct.unpack_from("<i", flatbuffer, table)
+    vtable = table - to_vtable
+    (vtable_bytes,) = struct.unpack_from("<H", flatbuffer, vtable)
+    at = 4 + 2 * index
+    (offset,) = struct.unpack_from("<H", flatbuffer, vtable + at) if at < vtable_bytes else (0,)
+    return table + offset if offset else 0
+
+
+def follow(flatbuffer: Any, position: int) -> int:
+    """Where the reference at this position leads."""
+    return position + struct.unpack_from("<I", flatbuffer, position)[0]
+
+
+def _find_vectors(message: Any) -> tuple[int, int, int, int, int]:
+    """Positions of the body's length, the number of rows, the first node and the first buffer; metadata bytes."""
+    marker, size = struct.unpack_from("<Ii", message, 0)
+    if marker != 0xFFFFFFFF or size <= 0:
+        raise ValueError("no Arrow message")
+    root = follow(message, _PREFIX)
+    batch = follow(message, find_field(message, root, _MESSAGE_HEADER))
+    if find_field(message, batch, _COMPRESSION):
+        raise ValueError("a compressed Arrow message")
+    nodes, buffers = (follow(message, find_field(message, batch, field)) + 4 for field in (_NODES, _BUFFERS))
+    return find_field(message, root, _MESSAGE_BODY_LENGTH), find_field(message, batch, _LENGTH), nodes, buffers, size
+
+
+class MessageLayout:
+    """How the record batch messages of `schema` are laid out.
+
+    Attributes:
+        num_nodes, num_buffers: arrays and buffers of a message, nested ones included, in the order of the schema.
+        first_node, first_buffer: of each column; its validity bitmap is the first buffer.
+    """
+
+    def __init__(self, schema: pa.Schema) -> None:
+        template = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in schema], schema=schema)
+        message = template.serialize().to_pybytes()
+        self._body_length, self._length, self._nodes, self._buffers, size = _find_vectors(message)
+        self._template = message[: _PREFIX + size]
+        self.first_node: dict[str, int] = {}
+        self.first_buffer: dict[str, int] = {}
+        self._columns: list[tuple[str, int, int]] = []  # name, and its part of the flat table of nodes
+        self.num_nodes = self.num_buffers = 0
+        for field in schema:
+            self.first_node[field.name], self.first_buffer[field.name] = self.num_nodes, self.num_buffers
+            self._count(field.type)
+            self._columns.append((field.name, 2 * self.first_node[field.name], 2 * self.num_nodes))
+        self._pack_nodes = struct.Struct(f"<{2 * self.num_nodes}q")
+        self._pack_buffers = struct.Struct(f"<{2 * self.num_buffers}q")
+
+    def _count(self, kind: pa.DataType) -> None:
+        self.num_nodes += 1
+        self.num_buffers += kind.num_buffers
+        for i in range(kind.num_fields):
+            self._count(kind.field(i).type)
+
+    def pack(
+        self, num_rows: int, buffers: Sequence[Any], *, num_items: Mapping[str, int], num_nulls: Mapping[str, int]
+    ) -> bytes:
+        """A message.
+
+        Args:
+            buffers: all of the schema, as bytes or flat memoryviews of bytes.
+            num_items: of each list or map column, 0 if left out.
+            num_nulls: of each column, 0 if left out.
+        """
+        nodes = [0] * (2 * self.num_nodes)
+        for name, first, last in self._columns:
+            nodes[first:last] = (num_items.get(name, 0), 0) * ((last - first) // 2)
+            nodes[first : first + 2] = (num_rows, num_nulls.get(name, 0))
+        table: list[int] = []
+        pieces: list[Any] = [b""]
+        end = 0
+        for buffer in buffers:
+            if not buffer:
+                table += (end, 0)
+                continue
+            size = len(buffer)
+            table += (end, size)
+            pieces.append(buffer)
+            end += size
+            if size & 7:
+                pieces.append(_PADDING[-size & 7])
+                end += -size & 7
+        metadata = bytearray(self._template)
+        struct.pack_into("<q", metadata, self._body_length, end)
+        struct.pack_into("<q", metadata, self._length, num_rows)
+        self._pack_nodes.pack_into(metadata, self._nodes, *nodes)
+        self._pack_buffers.pack_into(metadata, self._buffers, *table)
+        pieces[0] = metadata
+        return b"".join(pieces)
+
+    def unpack(self, message: Any) -> MessageView:
+        """Inverse of pack. Raises ValueError or struct.error for what is no message of this schema."""
+        _, length, nodes, buffers, size = _find_vectors(message)
+        for vector, expected in ((nodes, self.num_nodes), (buffers, self.num_buffers)):
+            if struct.unpack_from("<I", message, vector - 4)[0] != expected:
+                raise ValueError("a record batch of another schema")
+        return MessageView(
+            layout=self,
+            message=message,
+            body=_PREFIX + size,
+            num_rows=struct.unpack_from("<q", message, length)[0],
+            nodes=self._pack_nodes.unpack_from(message, nodes),
+            buffers=self._pack_buffers.unpack_from(message, buffers),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MessageView:
+    """The columns of a message as numpy views of it.
+
+    Attributes:
+        body: where it begins in the message.
+        nodes: length and number of nulls of each array.
+        buffers: offset in the body and length of each buffer.
+    """
+
+    layout: MessageLayout
+    message: Any
+    body: int
+    num_rows: int
+    nodes: tuple[int, ...]
+    buffers: tuple[int, ...]
+
+    def values(self, buffer: int, dtype: Any, count: int) -> np.ndarray:
+        """The first `count` values of a buffer."""
+        if count == 0:
+            return np.empty(0, dtype)
+        return np.frombuffer(self.message, dtype, count, self.body + self.buffers[2 * buffer])
+
+    def column(self, name: str, dtype: Any) -> np.ndarray:
+        """[rows] of a column of numbers; what a null holds means nothing."""
+        return self.values(self.layout.first_buffer[name] + 1, dtype, self.num_rows)
+
+    def valid(self, name: str) -> np.ndarray | None:
+        """[rows]: whether a column has a value there. None: everywhere."""
+        if not self.nodes[2 * self.layout.first_node[name] + 1]:
+            return None
+        return self._bits(self.layout.first_buffer[name], self.num_rows)
+
+    def offsets(self, name: str) -> np.ndarray:
+        """[rows + 1]: where each row of a list or string column begins in its items."""
+        return self.values(self.layout.first_buffer[name] + 1, np.int32, self.num_rows + 1)
+
+    def items(self, name: str, dtype: Any, count: int) -> np.ndarray:
+        """The first items of a list column, row after row."""
+        buffer = self.layout.first_buffer[name] + 3
+        return self._bits(buffer, count) if dtype is np.bool_ else self.values(buffer, dtype, count)
+
+    def strings(self, name: str) -> list[str]:
+        """The rows of a string column, nulls as empty strings."""
+        return self.texts(self.layout.first_buffer[name] + 1, self.num_rows)
+
+    def texts(self, buffer: int, count: int) -> list[str]:
+        """Strings whose offsets are this buffer, and whose bytes the next."""
+        offsets = self.values(buffer, np.int32, count + 1).tolist()
+        start = self.body + self.buffers[2 * buffer + 2]
+        return [str(self.message[start + a : start + b], "utf-8") for a, b in pairwise(offsets)] if count else []
+
+    def _bits(self, buffer: int, count: int) -> np.ndarray:
+        packed = self.values(buffer, np.uint8, -(-count // 8))
+        bits = np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
+        bits.flags.writeable = False
+        return bits
