@@ -11,7 +11,7 @@ Source: Arrow columnar format, "Encapsulated message format"; format/Message.fbs
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ _MESSAGE_HEADER, _MESSAGE_BODY_LENGTH = 2, 3  # fields of Message; 1 is the type
 _LENGTH, _NODES, _BUFFERS, _COMPRESSION = 0, 1, 2, 3  # fields of RecordBatch
 _PREFIX = 8  # continuation marker and metadata size
 _PADDING = [bytes(n) for n in range(8)]
+_PAIR = struct.Struct("<qq")  # FieldNode: length, null_count; Buffer: offset, length
 
 
 def find_field(flatbuffer: Any, table: int, index: int) -> int:
@@ -62,18 +63,16 @@ class MessageLayout:
     """
 
     def __init__(self, schema: pa.Schema) -> None:
-        template = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in schema], schema=schema)
-        message = template.serialize().to_pybytes()
-        self._body_length, self._length, self._nodes, self._buffers, size = _find_vectors(message)
-        self._template = message[: _PREFIX + size]
+        one_row = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in schema], schema=schema)
+        message = one_row.serialize().to_pybytes()
+        self.body_length, self.length, self.nodes, self.buffers, size = _find_vectors(message)
+        self.template = message[: _PREFIX + size]
         self.first_node: dict[str, int] = {}
         self.first_buffer: dict[str, int] = {}
-        self._columns: list[tuple[str, int, int]] = []  # name, and its part of the flat table of nodes
         self.num_nodes = self.num_buffers = 0
         for field in schema:
             self.first_node[field.name], self.first_buffer[field.name] = self.num_nodes, self.num_buffers
             self._count(field.type)
-            self._columns.append((field.name, 2 * self.first_node[field.name], 2 * self.num_nodes))
         self._pack_nodes = struct.Struct(f"<{2 * self.num_nodes}q")
         self._pack_buffers = struct.Struct(f"<{2 * self.num_buffers}q")
 
@@ -82,42 +81,6 @@ class MessageLayout:
         self.num_buffers += kind.num_buffers
         for i in range(kind.num_fields):
             self._count(kind.field(i).type)
-
-    def pack(
-        self, num_rows: int, buffers: Sequence[Any], *, num_items: Mapping[str, int], num_nulls: Mapping[str, int]
-    ) -> bytes:
-        """A message.
-
-        Args:
-            buffers: all of the schema, as bytes or flat memoryviews of bytes.
-            num_items: of each list or map column, 0 if left out.
-            num_nulls: of each column, 0 if left out.
-        """
-        nodes = [0] * (2 * self.num_nodes)
-        for name, first, last in self._columns:
-            nodes[first:last] = (num_items.get(name, 0), 0) * ((last - first) // 2)
-            nodes[first : first + 2] = (num_rows, num_nulls.get(name, 0))
-        table: list[int] = []
-        pieces: list[Any] = [b""]
-        end = 0
-        for buffer in buffers:
-            if not buffer:
-                table += (end, 0)
-                continue
-            size = len(buffer)
-            table += (end, size)
-            pieces.append(buffer)
-            end += size
-            if size & 7:
-                pieces.append(_PADDING[-size & 7])
-                end += -size & 7
-        metadata = bytearray(self._template)
-        struct.pack_into("<q", metadata, self._body_length, end)
-        struct.pack_into("<q", metadata, self._length, num_rows)
-        self._pack_nodes.pack_into(metadata, self._nodes, *nodes)
-        self._pack_buffers.pack_into(metadata, self._buffers, *table)
-        pieces[0] = metadata
-        return b"".join(pieces)
 
     def unpack(self, message: Any) -> MessageView:
         """Inverse of pack. Raises ValueError or struct.error for what is no message of this schema."""
@@ -133,6 +96,57 @@ class MessageLayout:
             nodes=self._pack_nodes.unpack_from(message, nodes),
             buffers=self._pack_buffers.unpack_from(message, buffers),
         )
+
+
+class MessageFrame:
+    """Messages of `num_rows` rows, of which the `fixed` buffers, (index, bytes), always have the same place and size.
+
+    They come first in the body, then the other ones; buffers that are never given are empty.
+    """
+
+    def __init__(self, layout: MessageLayout, num_rows: int, fixed: Sequence[tuple[int, int]]) -> None:
+        self._layout = layout
+        metadata = bytearray(layout.template)
+        struct.pack_into("<q", metadata, layout.length, num_rows)
+        for node in range(layout.num_nodes):
+            _PAIR.pack_into(metadata, layout.nodes + 16 * node, 0, 0)
+        for node in layout.first_node.values():
+            _PAIR.pack_into(metadata, layout.nodes + 16 * node, num_rows, 0)
+        for buffer in range(layout.num_buffers):
+            _PAIR.pack_into(metadata, layout.buffers + 16 * buffer, 0, 0)
+        self._fixed_end = 0
+        for buffer, size in fixed:
+            _PAIR.pack_into(metadata, layout.buffers + 16 * buffer, self._fixed_end, size)
+            self._fixed_end += size + (-size & 7)
+        self._metadata = bytes(metadata)
+        self._pack_fixed = struct.Struct("".join(f"{size + (-size & 7)}s" for _, size in fixed)).pack
+
+    def pack(
+        self, fixed: Sequence[bytes], variable: Sequence[tuple[int, Any]], nodes: Sequence[tuple[int, int, int]]
+    ) -> bytes:
+        """A message.
+
+        Args:
+            fixed: contents of the fixed buffers, at most of their size.
+            variable: (index, bytes or a flat memoryview of bytes) of the others.
+            nodes: (index, length, nulls) of the arrays that have not num_rows values without nulls, or are nested.
+        """
+        metadata = bytearray(self._metadata)
+        first_buffer, first_node = self._layout.buffers, self._layout.nodes
+        pieces: list[Any] = [metadata, self._pack_fixed(*fixed)]
+        end = self._fixed_end
+        for buffer, data in variable:
+            if data:
+                size = len(data)
+                _PAIR.pack_into(metadata, first_buffer + 16 * buffer, end, size)
+                pieces.append(data)
+                if padding := -size & 7:
+                    pieces.append(_PADDING[padding])
+                end += size + padding
+        for node, length, num_nulls in nodes:
+            _PAIR.pack_into(metadata, first_node + 16 * node, length, num_nulls)
+        struct.pack_into("<q", metadata, self._layout.body_length, end)
+        return b"".join(pieces)
 
 
 @dataclass(frozen=True, slots=True)

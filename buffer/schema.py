@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from asyncrl.buffer.message import MessageLayout, MessageView
+from asyncrl.buffer.message import MessageFrame, MessageLayout, MessageView
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import FINISH_REASONS, Group, GroupRef, Rollout
 
@@ -59,6 +59,8 @@ SCHEMA = pa.schema(
 created_at is unix seconds, seconds the time the rollout took; token_rewards is null without process rewards."""
 
 _LAYOUT = MessageLayout(SCHEMA)
+# A map is a list of structs of keys and values: their buffers follow the list's two and the struct's one.
+_PART_KEYS, _PART_VALUES = _LAYOUT.first_buffer["reward_parts"] + 4, _LAYOUT.first_buffer["reward_parts"] + 7
 _PER_TOKEN = ("loss_mask", "behaviour_logprobs", "policy_versions")
 _INT32 = np.dtype(np.int32)
 _RESPONSE_DTYPES: dict[str, Any] = {
@@ -119,45 +121,66 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
             _refuse_lengths(group, name, found, lengths)
     _check_values(flat, lengths, group)
     min_versions, max_version = _version_range(flat["policy_versions"], masks, lengths)
+    num_items = sum(lengths)
     rewards = _numbers("reward", "f", [r.reward for r in rollouts])
     scored = [reward == reward for reward in rewards]
     parts = [item for r in rollouts for item in r.reward_parts.items()]
-    part_offsets = _offsets([len(r.reward_parts) for r in rollouts]) if parts else bytes(4 * n + 4)
-    part_values = _numbers("reward_parts", "f", [value for _, value in parts]).tobytes()
-    failed = [r.error is not None for r in rollouts]
-    errors = tuple("" if r.error is None else json.dumps({"error": r.error}) for r in rollouts)
+    part_ends = _offsets([len(r.reward_parts) for r in rollouts]) if parts else b""
+    errors = [r.error for r in rollouts]
+    failed = [error is not None for error in errors]
+    extra_ends, extra = _texts("extra", tuple(map(_extra, errors))) if any(failed) else (b"", b"")
     reasons = tuple([r.finish_reason for r in rollouts])
     _check_finish_reasons(set(reasons))
-    fixed = _fixed_columns(n)
-    response_offsets = _offsets(lengths)
-    all_null = _bitmap([False] * n)
-
-    # In the order of the schema; the first of a column is the bitmap of its nulls, empty without any.
-    buffers: tuple[Any, ...] = (
-        *(b"", b"".join([xxhash.xxh3_128_digest(group.group_id + index) for index in fixed.each_index])),
-        *(b"", group.group_id * n),
-        *(b"", _numbers("number", "q", [group.number]).tobytes() * n),
-        *(b"", *_repeated("prompt_id", group.prompt_id, n)),
-        *(b"", fixed.group_size),
-        *(b"", fixed.group_index),
-        *(b"", _offsets([prompt.size + length for length in lengths]), b"", memoryview(tokens).cast("B")),
-        *(b"", prompt.size.to_bytes(4, "little") * n),
-        *(b"", response_offsets, b"", np.packbits(flat["loss_mask"], bitorder="little").tobytes()),
-        *(b"", response_offsets, b"", memoryview(flat["behaviour_logprobs"]).cast("B")),
-        *(b"", response_offsets, b"", memoryview(flat["policy_versions"]).cast("B")),
-        *(b"", array("i", min_versions).tobytes()),
-        *(_bitmap(scored), rewards.tobytes()),
-        *(b"", part_offsets, b"", b"", *_texts("reward_parts", tuple([key for key, _ in parts])), b"", part_values),
-        *(all_null, bytes(4 * n + 4), b"", b""),
-        *(b"", *_texts("finish_reason", reasons)),
-        *(b"", *_repeated("generator", group.generator, n)),
-        *(b"", _numbers("created_at", "d", [group.created_at]).tobytes() * n),
-        *(b"", _numbers("seconds", "d", [r.seconds for r in rollouts]).tobytes()),
-        *(_bitmap(failed), *_texts("extra", errors)),
+    reason_ends, reason = _texts("finish_reason", reasons)
+    key_ends, keys = _texts("reward_parts", tuple([key for key, _ in parts]))
+    prompt_id, generator = _text("prompt_id", group.prompt_id), _text("generator", group.generator)
+    response_ends = _offsets(lengths)
+    frame = _frame(n)
+    fixed = (
+        b"".join([xxhash.xxh3_128_digest(group.group_id + index) for index in frame.each_index]),
+        group.group_id * n,
+        _numbers("number", "q", [group.number]).tobytes() * n,
+        _numbers("created_at", "d", [group.created_at]).tobytes() * n,
+        _numbers("seconds", "d", [r.seconds for r in rollouts]).tobytes(),
+        *frame.constant,
+        _offsets([prompt.size + length for length in lengths]),
+        prompt.size.to_bytes(4, "little") * n,
+        response_ends,
+        response_ends,
+        response_ends,
+        array("i", min_versions).tobytes(),
+        rewards.tobytes(),
+        _bitmap(scored),
+        _bitmap(failed),
+        _offsets([len(prompt_id)] * n),
+        _offsets([len(generator)] * n),
+        part_ends,
+        reason_ends,
+        extra_ends,
     )
-    num_items = {"tokens": tokens.size, **dict.fromkeys(_PER_TOKEN, sum(lengths)), "reward_parts": len(parts)}
-    num_nulls = {"reward": n - sum(scored), "token_rewards": n, "extra": n - sum(failed)}
-    message = pa.py_buffer(_LAYOUT.pack(n, buffers, num_items=num_items, num_nulls=num_nulls))
+    at, node = _LAYOUT.first_buffer, _LAYOUT.first_node
+    variable = (
+        (at["tokens"] + 3, memoryview(tokens).cast("B")),
+        (at["loss_mask"] + 3, np.packbits(flat["loss_mask"], bitorder="little").tobytes()),
+        (at["behaviour_logprobs"] + 3, memoryview(flat["behaviour_logprobs"]).cast("B")),
+        (at["policy_versions"] + 3, memoryview(flat["policy_versions"]).cast("B")),
+        (at["prompt_id"] + 2, prompt_id * n),
+        (at["finish_reason"] + 2, reason),
+        (at["generator"] + 2, generator * n),
+        (at["extra"] + 2, extra),
+        (_PART_KEYS, key_ends),
+        (_PART_KEYS + 1, keys),
+        (_PART_VALUES, _numbers("reward_parts", "f", [value for _, value in parts]).tobytes()),
+    )
+    nodes = (
+        (node["tokens"] + 1, tokens.size, 0),
+        *((node[name] + 1, num_items, 0) for name in _PER_TOKEN),
+        *((node["reward_parts"] + nested, len(parts), 0) for nested in (1, 2, 3)),
+        (node["reward"], n, n - sum(scored)),
+        (node["token_rewards"], n, n),
+        (node["extra"], n, n - sum(failed)),
+    )
+    message = pa.py_buffer(frame.messages.pack(fixed, variable, nodes))
     mean, std = _spread(rewards)
     ref = GroupRef(
         shard=0,
@@ -173,6 +196,37 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
         reward_std=std,
     )
     return EncodedGroup(message, ref)
+
+
+class _Frame(NamedTuple):
+    """What only depends on the number of rows."""
+
+    messages: MessageFrame
+    each_index: tuple[bytes, ...]
+    constant: tuple[bytes, ...]  # group_size, group_index, and token_rewards, which are all null
+
+
+@lru_cache(maxsize=64)
+def _frame(n: int) -> _Frame:
+    at = _LAYOUT.first_buffer
+    ends, bits = 4 * n + 4, -(-n // 8)
+    fixed = [
+        *((at[name] + 1, 16 * n) for name in ("trajectory_id", "group_id")),
+        *((at[name] + 1, 8 * n) for name in ("number", "created_at", "seconds")),
+        *((at[name] + 1, 2 * n) for name in ("group_size", "group_index")),
+        *((at["token_rewards"], bits), (at["token_rewards"] + 1, ends)),
+        *((at["tokens"] + 1, ends), (at["prompt_length"] + 1, 4 * n)),
+        *((at[name] + 1, ends) for name in _PER_TOKEN),
+        *((at[name] + 1, 4 * n) for name in ("min_version", "reward")),
+        *((at["reward"], bits), (at["extra"], bits)),
+        *((at[name] + 1, ends) for name in ("prompt_id", "generator", "reward_parts", "finish_reason", "extra")),
+    ]
+    each = tuple(i.to_bytes(2, "little") for i in range(n))
+    return _Frame(MessageFrame(_LAYOUT, n, fixed), each, (n.to_bytes(2, "little") * n, b"".join(each), b"", b""))
+
+
+def _extra(error: str | None) -> str:
+    return "" if error is None else json.dumps({"error": error})
 
 
 def decode_group(message: Any) -> Group:
@@ -238,10 +292,8 @@ def _reward_parts(view: MessageView) -> list[dict[str, float]]:
     offsets = view.offsets("reward_parts").tolist()
     if offsets[-1] == 0:
         return [{} for _ in range(view.num_rows)]
-    # A map is a list of structs of keys and values: their buffers follow the list's two and the struct's one.
-    first = _LAYOUT.first_buffer["reward_parts"]
-    names = view.texts(first + 4, offsets[-1])
-    values = view.values(first + 7, np.float32, offsets[-1]).tolist()
+    names = view.texts(_PART_KEYS, offsets[-1])
+    values = view.values(_PART_VALUES, np.float32, offsets[-1]).tolist()
     return [dict(zip(names[a:b], values[a:b], strict=True)) for a, b in pairwise(offsets)]
 
 
@@ -427,31 +479,9 @@ def _texts(name: str, values: tuple[str, ...]) -> tuple[bytes, bytes]:
     return _offsets([len(text) for text in texts]), b"".join(texts)
 
 
-def _repeated(name: str, value: str, count: int) -> tuple[bytes, bytes]:
-    text = _text(name, value)
-    return _offsets([len(text)] * count), text * count
-
-
 def _offsets(lengths: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(lengths) + 1}i", *accumulate(lengths, initial=0))
 
 
-def _bitmap(valid: Sequence[bool]) -> bytes:
-    """Empty when all are."""
-    if all(valid):
-        return b""
+def _bitmap(valid: list[bool]) -> bytes:
     return sum(1 << i for i, one in enumerate(valid) if one).to_bytes(-(-len(valid) // 8), "little")
-
-
-class _Fixed(NamedTuple):
-    """What only depends on the number of rows."""
-
-    group_size: bytes
-    group_index: bytes
-    each_index: tuple[bytes, ...]
-
-
-@lru_cache(maxsize=64)
-def _fixed_columns(n: int) -> _Fixed:
-    each = tuple(i.to_bytes(2, "little") for i in range(n))
-    return _Fixed(n.to_bytes(2, "little") * n, b"".join(each), each)
