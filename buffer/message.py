@@ -182,6 +182,10 @@ class MessageView:
             return None
         return self._bits(self.layout.first_buffer[name], self.num_rows)
 
+    def num_items(self, name: str) -> int:
+        """Of all rows of a list column."""
+        return self.nodes[2 * self.layout.first_node[name] + 2]
+
     def offsets(self, name: str) -> np.ndarray:
         """[rows + 1]: where each row of a list or string column begins in its items."""
         return self.values(self.layout.first_buffer[name] + 1, np.int32, self.num_rows + 1)
@@ -191,9 +195,9 @@ class MessageView:
         buffer = self.layout.first_buffer[name] + 3
         return self._bits(buffer, count) if dtype is np.bool_ else self.values(buffer, dtype, count)
 
-    def strings(self, name: str) -> list[str]:
-        """The rows of a string column, nulls as empty strings."""
-        return self.texts(self.layout.first_buffer[name] + 1, self.num_rows)
+    def strings(self, name: str, count: int | None = None) -> list[str]:
+        """The first rows of a string column (all by default), nulls as empty strings."""
+        return self.texts(self.layout.first_buffer[name] + 1, self.num_rows if count is None else count)
 
     def texts(self, buffer: int, count: int) -> list[str]:
         """Strings whose offsets are this buffer, and whose bytes the next."""

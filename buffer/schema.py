@@ -58,9 +58,9 @@ SCHEMA = pa.schema(
 """One trajectory = one row. reward is null where scoring failed (the cause is `error` in the JSON of `extra`);
 created_at is unix seconds, seconds the time the rollout took; token_rewards is null without process rewards."""
 
-_LAYOUT = MessageLayout(SCHEMA)
+LAYOUT = MessageLayout(SCHEMA)
 # A map is a list of structs of keys and values: their buffers follow the list's two and the struct's one.
-_PART_KEYS, _PART_VALUES = _LAYOUT.first_buffer["reward_parts"] + 4, _LAYOUT.first_buffer["reward_parts"] + 7
+_PART_KEYS, _PART_VALUES = LAYOUT.first_buffer["reward_parts"] + 4, LAYOUT.first_buffer["reward_parts"] + 7
 _PER_TOKEN = ("loss_mask", "behaviour_logprobs", "policy_versions")
 _INT32 = np.dtype(np.int32)
 _RESPONSE_DTYPES: dict[str, Any] = {
@@ -158,7 +158,7 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
         reason_ends,
         extra_ends,
     )
-    at, node = _LAYOUT.first_buffer, _LAYOUT.first_node
+    at, node = LAYOUT.first_buffer, LAYOUT.first_node
     variable = (
         (at["tokens"] + 3, memoryview(tokens).cast("B")),
         (at["loss_mask"] + 3, np.packbits(flat["loss_mask"], bitorder="little").tobytes()),
@@ -208,7 +208,7 @@ class _Frame(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _frame(n: int) -> _Frame:
-    at = _LAYOUT.first_buffer
+    at = LAYOUT.first_buffer
     ends, bits = 4 * n + 4, -(-n // 8)
     fixed = [
         *((at[name] + 1, 16 * n) for name in ("trajectory_id", "group_id")),
@@ -222,7 +222,7 @@ def _frame(n: int) -> _Frame:
         *((at[name] + 1, ends) for name in ("prompt_id", "generator", "reward_parts", "finish_reason", "extra")),
     ]
     each = tuple(i.to_bytes(2, "little") for i in range(n))
-    return _Frame(MessageFrame(_LAYOUT, n, fixed), each, (n.to_bytes(2, "little") * n, b"".join(each), b"", b""))
+    return _Frame(MessageFrame(LAYOUT, n, fixed), each, (n.to_bytes(2, "little") * n, b"".join(each), b"", b""))
 
 
 def _extra(error: str | None) -> str:
@@ -238,7 +238,7 @@ def decode_group(message: Any) -> Group:
 
 
 def _decode(message: Any) -> Group:
-    view = _LAYOUT.unpack(message)
+    view = LAYOUT.unpack(message)
     prompt_length = int(view.column("prompt_length", np.int32)[0])
     bounds = view.offsets("tokens").tolist()
     tokens = view.items("tokens", np.int32, bounds[-1])
@@ -280,10 +280,10 @@ def _decode(message: Any) -> Group:
     return Group(
         group_id=view.column("group_id", "V16")[0].tobytes(),
         number=int(view.column("number", np.int64)[0]),
-        prompt_id=view.strings("prompt_id")[0],
+        prompt_id=view.strings("prompt_id", 1)[0],
         prompt_tokens=tokens[bounds[0] : bounds[0] + prompt_length],
         rollouts=rollouts,
-        generator=view.strings("generator")[0],
+        generator=view.strings("generator", 1)[0],
         created_at=float(view.column("created_at", np.float64)[0]),
     )
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.buffer.columns import read_columns
 from asyncrl.buffer.schema import SCHEMA, decode_group, describe, encode_group, read_batch
 from asyncrl.buffer.segments import metadata_length
+from asyncrl.errors import ReplayBufferError
 from asyncrl.types import FINISH_REASONS, Group, Rollout
 from tests.buffer.groups import assert_same_fields, assert_same_group
 
@@ -92,6 +96,38 @@ def test_a_message_holds_the_rows_that_pyarrow_writes(group: Group):
     assert_same_fields(describe(batch, encoded.message.size), encoded.ref)
     assert_same_group(decode_group(encoded.message), group)
     assert_same_group(decode_group(expected.serialize()), group)  # in pyarrow's own layout
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(groups, max_size=4))
+def test_columns_hold_what_the_groups_hold(many: list[Group]):
+    columns = read_columns([encode_group(group).message for group in many])
+    trajectories = [(group, r) for group in many for r in group.rollouts]
+    assert columns.group_offsets.tolist() == np.cumsum([0, *(len(group.rollouts) for group in many)]).tolist()
+    assert columns.min_versions.tolist() == [r.min_version for _, r in trajectories]
+    assert len(columns.token_offsets) == len(columns.response_offsets) == len(trajectories) + 1
+    for i, (group, rollout) in enumerate(trajectories):
+        tokens = columns.tokens[columns.token_offsets[i] : columns.token_offsets[i + 1]]
+        response = slice(columns.response_offsets[i], columns.response_offsets[i + 1])
+        assert_same_fields(
+            Rollout(
+                response=tokens[columns.prompt_lengths[i] :],
+                loss_mask=columns.loss_mask[response],
+                behaviour_logprobs=columns.behaviour_logprobs[response],
+                policy_versions=columns.policy_versions[response],
+                reward=float(columns.rewards[i]),
+                finish_reason="stop",
+                seconds=0.0,
+            ),
+            dataclasses.replace(rollout, finish_reason="stop", seconds=0.0, reward_parts={}, error=None),
+        )
+        np.testing.assert_array_equal(tokens[: columns.prompt_lengths[i]], group.prompt_tokens)
+
+
+def test_columns_of_something_else_are_refused():
+    for message in (b"", b"garbage", bytes(100), SCHEMA.serialize().to_pybytes()):
+        with pytest.raises(ReplayBufferError, match="not an Arrow record batch message"):
+            read_columns([message])
 
 
 @settings(max_examples=20, deadline=None)
