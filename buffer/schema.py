@@ -411,7 +411,9 @@ def _spread(rewards: Sequence[float]) -> tuple[float, float]:
 
 def _check_values(flat: dict[str, np.ndarray], lengths: Sequence[int], group: Group | None = None) -> None:
     logprobs = flat["behaviour_logprobs"]
-    if not (finite := np.isfinite(logprobs)).all():
+    with np.errstate(over="ignore"):
+        squares = np.dot(logprobs, logprobs)  # the fastest to tell; it overflows too where logprobs are absurd
+    if not math.isfinite(squares) and not (finite := np.isfinite(logprobs)).all():
         at = int(np.argmin(finite))
         row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
         where = f"rollout {row}" if group is None else f"group {group.number}, rollout {row}"
