@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ class Connection:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.maxmsgsize = MAX_FRAME_BYTES
+        # As many waits as fill the timeout, none longer than RESEND_S.
+        self._socket.rcvtimeo = math.ceil(timeout_s * 1e3 / max(1, math.ceil(timeout_s / RESEND_S)))
         try:
             secure_client(self._socket, address, keys)
             self._socket.connect(address.endpoint)
@@ -73,13 +76,14 @@ class Connection:
     def _await(self, request_id: int, op: str, fields: Mapping[str, Any], payloads: Sequence[Any]) -> Message:
         deadline = time.monotonic() + self._timeout_s
         while True:
-            wait = min(RESEND_S, deadline - time.monotonic())
-            if not self._socket.poll(max(0, int(wait * 1e3))):
+            try:
+                frames = self._socket.recv_multipart(copy=False)
+            except zmq.Again:
                 if time.monotonic() + 1e-3 > deadline:
-                    raise ShardTimeout(self._explain(op))
+                    raise ShardTimeout(self._explain(op)) from None
                 self._send(op, fields, payloads, request_id)
                 continue
-            reply = unpack([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
+            reply = unpack([frame.buffer for frame in frames])
             # Other ids belong to requests that were given up; none at all, to a request that was not understood.
             if reply.header.get("id") in (request_id, None):
                 break

@@ -39,6 +39,9 @@ class Kind(IntEnum):
     GONE = 13  # group_id was here once: a repeated append of it is ignored
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Where a group lies and what is known without reading it.
@@ -132,10 +135,9 @@ def unpack_record(data: bytes | memoryview, shard: int = 0) -> Record:
         reward_mean,
         reward_std,
     ) = _ENTRY.unpack_from(data)
-    try:
-        kind = Kind(kind)
-    except ValueError:
-        raise ReplayBufferError(f"a buffer record of unknown kind {kind}: written by another asyncrl?") from None
+    known = _KINDS.get(kind)
+    if known is None:
+        raise ReplayBufferError(f"a buffer record of unknown kind {kind}: written by another asyncrl?")
     ref = GroupRef(
         shard=shard,
         group_id=group_id,
@@ -149,8 +151,8 @@ def unpack_record(data: bytes | memoryview, shard: int = 0) -> Record:
         reward_mean=reward_mean,
         reward_std=reward_std,
     )
-    packed = bytes(data) if kind is Kind.APPEND else b""
-    return Record(kind, Entry(ref, segment, offset, metadata_length, checksum, packed), owner)
+    packed = bytes(data) if known is Kind.APPEND else b""
+    return Record(known, Entry(ref, segment, offset, metadata_length, checksum, packed), owner)
 
 
 def unpack_records(data: bytes | memoryview, shard: int = 0) -> Iterator[Record]:

@@ -12,7 +12,7 @@ import json
 import math
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -134,8 +134,8 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
     reason_ends, reason = _texts("finish_reason", reasons)
     key_ends, keys = _texts("reward_parts", tuple([key for key, _ in parts]))
     prompt_id, generator = _text("prompt_id", group.prompt_id), _text("generator", group.generator)
-    response_ends = _offsets(lengths)
     frame = _frame(n)
+    response_ends = frame.pack_ends(*accumulate(lengths, initial=0))
     fixed = (
         b"".join([xxhash.xxh3_128_digest(group.group_id + index) for index in frame.each_index]),
         group.group_id * n,
@@ -143,7 +143,7 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
         _numbers("created_at", "d", [group.created_at]).tobytes() * n,
         _numbers("seconds", "d", [r.seconds for r in rollouts]).tobytes(),
         *frame.constant,
-        _offsets([prompt.size + length for length in lengths]),
+        frame.pack_ends(*accumulate([prompt.size + length for length in lengths], initial=0)),
         prompt.size.to_bytes(4, "little") * n,
         response_ends,
         response_ends,
@@ -152,8 +152,8 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
         rewards.tobytes(),
         _bitmap(scored),
         _bitmap(failed),
-        _offsets([len(prompt_id)] * n),
-        _offsets([len(generator)] * n),
+        frame.pack_ends(*(len(prompt_id) * i for i in range(n + 1))),
+        frame.pack_ends(*(len(generator) * i for i in range(n + 1))),
         part_ends,
         reason_ends,
         extra_ends,
@@ -202,6 +202,7 @@ class _Frame(NamedTuple):
     """What only depends on the number of rows."""
 
     messages: MessageFrame
+    pack_ends: Callable[..., bytes]  # the n + 1 offsets of a list or string column
     each_index: tuple[bytes, ...]
     constant: tuple[bytes, ...]  # group_size, group_index, and token_rewards, which are all null
 
@@ -222,7 +223,10 @@ def _frame(n: int) -> _Frame:
         *((at[name] + 1, ends) for name in ("prompt_id", "generator", "reward_parts", "finish_reason", "extra")),
     ]
     each = tuple(i.to_bytes(2, "little") for i in range(n))
-    return _Frame(MessageFrame(LAYOUT, n, fixed), each, (n.to_bytes(2, "little") * n, b"".join(each), b"", b""))
+    pack_ends = struct.Struct(f"<{n + 1}i").pack
+    return _Frame(
+        MessageFrame(LAYOUT, n, fixed), pack_ends, each, (n.to_bytes(2, "little") * n, b"".join(each), b"", b"")
+    )
 
 
 def _extra(error: str | None) -> str:
