@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -92,7 +92,7 @@ def encode_group(group: Group) -> EncodedGroup:
     prompt = _cast(group.prompt_tokens, _INT32, f"group {group.number}: prompt_tokens")
     try:
         return _encode(group, prompt)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, BufferError):
         # An array of another type: converted where nothing is lost by it, else refused by name.
         return _encode(
             replace(group, rollouts=tuple(_cast_rollout(group, i) for i in range(len(group.rollouts)))), prompt
@@ -107,21 +107,13 @@ def encode_groups(groups: Sequence[Group]) -> list[EncodedGroup]:
 def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
     """Raises TypeError or ValueError when an array is not of the very type that is stored."""
     rollouts, n = group.rollouts, len(group.rollouts)
-    responses, masks = [r.response for r in rollouts], [r.loss_mask for r in rollouts]
-    logprobs, versions = [r.behaviour_logprobs for r in rollouts], [r.policy_versions for r in rollouts]
-    tokens = _concatenate([part for response in responses for part in (prompt, response)], np.int32)
-    flat = {
-        "loss_mask": _concatenate(masks, np.bool_),
-        "behaviour_logprobs": _concatenate(logprobs, np.float32),
-        "policy_versions": _concatenate(versions, np.int32),
-    }
-    lengths = list(map(len, responses))
-    for name, arrays in zip(_PER_TOKEN, (masks, logprobs, versions), strict=True):
-        if (found := list(map(len, arrays))) != lengths:
-            _refuse_lengths(group, name, found, lengths)
-    _check_values(flat, lengths, group)
-    min_versions, max_version = _version_range(flat["policy_versions"], masks, lengths)
-    num_items = sum(lengths)
+    responses = [r.response for r in rollouts]
+    lengths = [length for (length,) in [response.shape for response in responses]]
+    tokens = _join([part for response in responses for part in (prompt, response)], _INT32)
+    masks, logprobs, versions = (_join_aligned(group, name, responses) for name in _PER_TOKEN)
+    _check_logprobs(np.frombuffer(logprobs, np.float32), lengths, group)
+    min_versions, max_version = _version_range(versions, masks, lengths)
+    num_items, num_tokens = sum(lengths), len(tokens) // _INT32.itemsize
     rewards = _numbers("reward", "f", [r.reward for r in rollouts])
     scored = [reward == reward for reward in rewards]
     parts = [item for r in rollouts for item in r.reward_parts.items()]
@@ -152,18 +144,18 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
         rewards.tobytes(),
         _bitmap(scored),
         _bitmap(failed),
-        frame.pack_ends(*(len(prompt_id) * i for i in range(n + 1))),
-        frame.pack_ends(*(len(generator) * i for i in range(n + 1))),
+        _even_ends(n, len(prompt_id)),
+        _even_ends(n, len(generator)),
         part_ends,
         reason_ends,
         extra_ends,
     )
     at, node = LAYOUT.first_buffer, LAYOUT.first_node
     variable = (
-        (at["tokens"] + 3, memoryview(tokens).cast("B")),
-        (at["loss_mask"] + 3, np.packbits(flat["loss_mask"], bitorder="little").tobytes()),
-        (at["behaviour_logprobs"] + 3, memoryview(flat["behaviour_logprobs"]).cast("B")),
-        (at["policy_versions"] + 3, memoryview(flat["policy_versions"]).cast("B")),
+        (at["tokens"] + 3, tokens),
+        (at["loss_mask"] + 3, np.packbits(np.frombuffer(masks, np.bool_), bitorder="little").tobytes()),
+        (at["behaviour_logprobs"] + 3, logprobs),
+        (at["policy_versions"] + 3, versions),
         (at["prompt_id"] + 2, prompt_id * n),
         (at["finish_reason"] + 2, reason),
         (at["generator"] + 2, generator * n),
@@ -173,9 +165,9 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
         (_PART_VALUES, _numbers("reward_parts", "f", [value for _, value in parts]).tobytes()),
     )
     nodes = (
-        (node["tokens"] + 1, tokens.size, 0),
-        *((node[name] + 1, num_items, 0) for name in _PER_TOKEN),
-        *((node["reward_parts"] + nested, len(parts), 0) for nested in (1, 2, 3)),
+        (node["tokens"] + 1, num_tokens, 0),
+        *[(node[name] + 1, num_items, 0) for name in _PER_TOKEN],
+        *[(node["reward_parts"] + nested, len(parts), 0) for nested in (1, 2, 3)],
         (node["reward"], n, n - sum(scored)),
         (node["token_rewards"], n, n),
         (node["extra"], n, n - sum(failed)),
@@ -187,7 +179,7 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
         group_id=group.group_id,
         number=group.number,
         num_rows=n,
-        num_tokens=tokens.size,
+        num_tokens=num_tokens,
         max_tokens=prompt.size + max(lengths),
         min_version=min(min_versions),
         max_version=max_version,
@@ -227,6 +219,12 @@ def _frame(n: int) -> _Frame:
     return _Frame(
         MessageFrame(LAYOUT, n, fixed), pack_ends, each, (n.to_bytes(2, "little") * n, b"".join(each), b"", b"")
     )
+
+
+@lru_cache(maxsize=256)
+def _even_ends(n: int, size: int) -> bytes:
+    """The offsets of n strings of that many bytes."""
+    return _offsets([size] * n)
 
 
 def _extra(error: str | None) -> str:
@@ -356,7 +354,7 @@ def describe(batch: pa.RecordBatch, nbytes: int) -> GroupRef:
         if (np.diff(batch.column(column).offsets.to_numpy()) != lengths - prompt_length).any():
             raise ReplayBufferError(f"{name}: column {column} is not aligned with the response tokens")
     flat = {column: np.concatenate(list_rows(batch.column(column))) for column in _PER_TOKEN}
-    _check_values(flat, (lengths - prompt_length).tolist())
+    _check_logprobs(flat["behaviour_logprobs"], (lengths - prompt_length).tolist())
     _check_finish_reasons(set(batch.column("finish_reason").to_pylist()))
     mean, std = _spread(batch.column("reward").drop_null().to_pylist())
     return GroupRef(
@@ -410,44 +408,55 @@ def _spread(rewards: Sequence[float]) -> tuple[float, float]:
     if not scored:
         return float("nan"), float("nan")
     mean = sum(scored) / len(scored)
-    return mean, math.sqrt(sum((r - mean) ** 2 for r in scored) / len(scored))
+    return mean, math.sqrt(sum([(r - mean) ** 2 for r in scored]) / len(scored))
 
 
-def _check_values(flat: dict[str, np.ndarray], lengths: Sequence[int], group: Group | None = None) -> None:
-    logprobs = flat["behaviour_logprobs"]
-    with np.errstate(over="ignore"):
-        squares = np.dot(logprobs, logprobs)  # the fastest to tell; it overflows too where logprobs are absurd
-    if not math.isfinite(squares) and not (finite := np.isfinite(logprobs)).all():
+def _check_logprobs(logprobs: np.ndarray, lengths: Sequence[int], group: Group | None = None) -> None:
+    if not (finite := np.isfinite(logprobs)).all():
         at = int(np.argmin(finite))
         row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
         where = f"rollout {row}" if group is None else f"group {group.number}, rollout {row}"
         raise ReplayBufferError(f"{where}: behaviour_logprobs holds {logprobs[at]}; logprobs must be finite")
 
 
-def _refuse_lengths(group: Group, name: str, found: list[int], lengths: list[int]) -> NoReturn:
-    at = next(i for i, (a, b) in enumerate(zip(found, lengths, strict=True)) if a != b)
-    raise ReplayBufferError(
-        f"group {group.number}, rollout {at}: {name} has {found[at]} values for {lengths[at]} response tokens"
-    )
+def _version_range(versions: bytes, masks: bytes, lengths: list[int]) -> tuple[list[int], int]:
+    """The oldest version of each row's sampled tokens (-1 without any), and the newest of all tokens.
 
-
-def _version_range(versions: np.ndarray, masks: Sequence[np.ndarray], lengths: list[int]) -> tuple[list[int], int]:
-    """The oldest version of each row's sampled tokens (-1 without any), and the newest of all tokens."""
-    newest = int(np.maximum.reduce(versions)) if versions.size else -1
-    if all(lengths) and np.minimum.reduce(versions) == newest and all(m[0] or m[-1] for m in masks):
+    versions, masks: int32 and bool [sum of lengths].
+    """
+    ends = list(accumulate(lengths, initial=0))
+    is_one = versions == versions[:4] * ends[-1]
+    if is_one and all(lengths) and all(masks[a] or masks[b - 1] for a, b in pairwise(ends)):
+        newest = int.from_bytes(versions[:4], "little", signed=True)
         return [newest] * len(lengths), newest
+    values = np.frombuffer(versions, np.int32)
     no_version = np.iinfo(np.int32).max
-    rows = np.split(np.where(np.concatenate(masks), versions, no_version), np.cumsum(lengths[:-1]))
-    oldest = [int(row.min(initial=no_version)) for row in rows]
-    return [-1 if version == no_version else version for version in oldest], newest
+    sampled = np.where(np.frombuffer(masks, np.bool_), values, no_version)
+    oldest = [int(sampled[a:b].min(initial=no_version)) for a, b in pairwise(ends)]
+    return [-1 if version == no_version else version for version in oldest], int(values.max(initial=-1))
 
 
-def _concatenate(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    """Raises TypeError or ValueError unless all are one-dimensional arrays of this very type."""
-    flat = np.concatenate(arrays, dtype=dtype, casting="no")
-    if flat.ndim != 1:
-        raise ValueError(f"arrays of {flat.ndim} dimensions")
-    return flat
+def _join(arrays: Sequence[np.ndarray], dtype: np.dtype) -> bytes:
+    """Raises TypeError or BufferError unless all are arrays of this very type, each in one piece."""
+    if [array.dtype for array in arrays].count(dtype) != len(arrays):
+        raise TypeError(f"arrays that are not all {dtype}")
+    return b"".join(arrays)
+
+
+def _join_aligned(group: Group, name: str, responses: Sequence[np.ndarray]) -> bytes:
+    """Raises TypeError or ValueError as _join, ReplayBufferError when one has another length than the response."""
+    arrays = [getattr(r, name) for r in group.rollouts]
+    joined = _join(arrays, _RESPONSE_DTYPES[name])
+    if [array.shape for array in arrays] != [response.shape for response in responses]:
+        for index, (array, response) in enumerate(zip(arrays, responses, strict=True)):
+            if array.ndim != 1:
+                raise ValueError(f"an array of {array.ndim} dimensions")
+            if len(array) != len(response):
+                raise ReplayBufferError(
+                    f"group {group.number}, rollout {index}: {name} has {len(array)} values for {len(response)} "
+                    "response tokens"
+                )
+    return joined
 
 
 def _cast_rollout(group: Group, index: int) -> Rollout:
@@ -460,7 +469,7 @@ def _cast(values: Any, dtype: np.dtype, name: str) -> np.ndarray:
     array = np.asarray(values, dtype=dtype if len(values) == 0 else None)
     if array.ndim != 1 or not np.can_cast(array.dtype, dtype, "same_kind"):
         raise ReplayBufferError(f"{name} must be one-dimensional {dtype}; got {array.dtype} of shape {array.shape}")
-    return array.astype(dtype, copy=False)
+    return np.ascontiguousarray(array, dtype)
 
 
 def _numbers(name: str, code: str, values: Sequence[float]) -> array[Any]:
