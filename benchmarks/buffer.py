@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from buffer_peers import ASYNCRL, LEASE_GROUPS, PEERS, AsyncRLServer, Peer, pack_columns
+from buffer_peers import APPEND_GROUPS, ASYNCRL, LEASE_GROUPS, PEERS, AsyncRLServer, Peer, pack_columns
 from buffer_session import NUM_WRITERS, session
 from buffer_workload import GROUP_SIZE, SAMPLE_GROUPS, endless, make_pool, raw_bytes
 
@@ -27,8 +27,8 @@ from asyncrl.buffer import ReplayBuffer, Sampling, ShardAddress
 
 INSTALL = {
     "torchrl LazyMemmap": "uv pip install torchrl tensordict",
-    "TransferQueue": "not wired in: its 0.1 needs its own Ray job; uv pip install transferqueue",
-    "Reverb": "not wired in: dm-reverb 0.14 needs TensorFlow 2.14 and numpy 1, which asyncrl does not run with",
+    "TransferQueue": "no adapter yet; uv pip install transferqueue tensordict omegaconf",
+    "Reverb": "no adapter: dm-reverb 0.14 needs TensorFlow 2.14 and numpy 1, asyncrl numpy 2",
 }
 REPLAY = Sampling("uniform", max_uses=1 << 30)
 ANY_VERSION = {"policy_version": 1000, "max_staleness": 1000}
@@ -53,7 +53,7 @@ def compare(peer: Peer, *, num: int, seconds: float) -> Row:
 
 
 def table_of_peers(args: argparse.Namespace) -> None:
-    here = [peer for peer in PEERS if peer.is_here and args.peers in peer.name]
+    here = [peer for peer in PEERS if peer is ASYNCRL or (peer.is_here and args.peers in peer.name)]
     rows: dict[str, list[Row]] = {peer.name: [] for peer in here}
     for _ in range(args.repeats):
         for peer in here:
@@ -115,8 +115,8 @@ def turn_over(buffer: ReplayBuffer, stream: Iterator[Any], rounds: int = 4) -> t
     for _ in range(rounds):
         groups = list(islice(stream, LEASE_GROUPS))
         start = time.perf_counter()
-        for i in range(0, LEASE_GROUPS, 16):
-            buffer.append_many(groups[i : i + 16])
+        for i in range(0, LEASE_GROUPS, APPEND_GROUPS):
+            buffer.append_many(groups[i : i + APPEND_GROUPS])
         middle = time.perf_counter()
         lease = buffer.lease(LEASE_GROUPS, **ANY_VERSION)
         assert lease is not None
@@ -246,7 +246,7 @@ TABLES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tables", default=",".join(TABLES), help=f"of {', '.join(TABLES)}")
-    parser.add_argument("--peers", default="", help="only those whose name contains this")
+    parser.add_argument("--peers", default="", help="asyncrl and those whose name contains this")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--trajectories", type=int, default=20_480, help="stored at first")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")

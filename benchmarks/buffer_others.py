@@ -214,8 +214,10 @@ class RayQueueServer(RayServer):
 
         self._queue = Queue(actor_options={"name": "queue"})
         import psutil
+        import ray
 
-        names = (p for p in psutil.process_iter(["cmdline"]) if "_QueueActor" in " ".join(p.info["cmdline"] or []))
+        ray.get(self._queue.actor.qsize.remote())
+        names = (p for p in psutil.Process().children(recursive=True) if "_QueueActor" in " ".join(p.cmdline()))
         self._pid = max(p.pid for p in names)
 
 

@@ -26,7 +26,7 @@ from buffer_workload import SAMPLE_GROUPS, Client, Packed, Server, resident_byte
 from asyncrl.buffer import Columns, ReplayBuffer, ShardAddress, ShardServer, StoreSettings, shared_memory
 from asyncrl.types import Group
 
-APPEND_GROUPS = 16
+APPEND_GROUPS = 32
 LEASE_GROUPS = 64
 _SPAWN = multiprocessing.get_context("spawn")
 
