@@ -245,6 +245,7 @@ class TorchRLServer(Server):
     consumes = False
 
     def __init__(self, num_groups: int) -> None:
+        os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
         import torch
         from torchrl.data import LazyMemmapStorage, ReplayBuffer  # the processes share the mapped files
 

@@ -7,6 +7,7 @@ import multiprocessing
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from buffer_others import (
 )
 from buffer_workload import SAMPLE_GROUPS, Client, Packed, Server, resident_bytes
 
-from asyncrl.buffer import Columns, ReplayBuffer, ShardAddress, ShardServer, StoreSettings, shared_memory
+from asyncrl.buffer import Columns, Lease, ReplayBuffer, ShardAddress, ShardServer, StoreSettings, shared_memory
 from asyncrl.types import Group
 
 APPEND_GROUPS = 32
@@ -79,11 +80,15 @@ class AsyncRLServer(Server):
 
 
 class AsyncRLClient(Client):
+    """Reads the groups of a lease while the next lease is taken and the last one committed, as the coordinator does."""
+
     lease_groups = LEASE_GROUPS
 
     def __init__(self, config: Any) -> None:
         self._buffer = ReplayBuffer([ShardAddress.from_dict(address) for address in config])
         self._groups: list[Group] = []
+        self._leaser = ThreadPoolExecutor(1)
+        self._next = self._leaser.submit(lambda: None)
         self._lease: Any = None
         self._at = 0
 
@@ -98,22 +103,35 @@ class AsyncRLClient(Client):
 
     def sample(self) -> Packed | None:
         if self._lease is None:
-            self._lease = self._buffer.lease(self.lease_groups, policy_version=1000, max_staleness=1000)
+            self._lease, self._at = self._next.result(), 0
+            self._next = self._leaser.submit(self._take)
             if self._lease is None:
                 return None
         columns = self._buffer.read_columns(self._lease.refs[self._at : self._at + SAMPLE_GROUPS])
         self._at += SAMPLE_GROUPS
         if self._at == self.lease_groups:
-            self._buffer.commit(self._lease)
-            self._lease, self._at = None, 0
+            self._leaser.submit(self._buffer.commit, self._lease)
+            self._lease = None
         return pack_columns(columns)
 
+    def _take(self) -> Lease | None:
+        return self._buffer.lease(self.lease_groups, policy_version=1000, max_staleness=1000)
+
     def close(self) -> None:
+        self._leaser.shutdown()
         self._buffer.close()
 
 
 class SmallLeaseClient(AsyncRLClient):
-    lease_groups = SAMPLE_GROUPS
+    """Every sample is a lease of its own, committed before the next one."""
+
+    def sample(self) -> Packed | None:
+        lease = self._buffer.lease(SAMPLE_GROUPS, policy_version=1000, max_staleness=1000)
+        if lease is None:
+            return None
+        packed = pack_columns(self._buffer.read_columns(lease.refs))
+        self._buffer.commit(lease)
+        return packed
 
 
 def pack_columns(columns: Columns) -> Packed:
@@ -154,7 +172,7 @@ class Peer:
 ASYNCRL = Peer("asyncrl", AsyncRLServer, AsyncRLClient)
 PEERS = (
     ASYNCRL,
-    Peer("asyncrl, leases of 8", AsyncRLServer, SmallLeaseClient),
+    Peer("asyncrl, lease each", AsyncRLServer, SmallLeaseClient),
     Peer("plain ZMQ server", BlobServer, BlobClient),
     Peer("Ray actor by value", RayServer, RayClient, "ray"),
     Peer("ray.util.queue", RayQueueServer, RayQueueClient, "ray"),

@@ -11,13 +11,17 @@ Source: Arrow columnar format, "Encapsulated message format"; format/Message.fbs
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+
+from asyncrl.errors import ReplayBufferError
 
 _MESSAGE_HEADER, _MESSAGE_BODY_LENGTH = 2, 3  # fields of Message; 1 is the type of the header
 _LENGTH, _NODES, _BUFFERS, _COMPRESSION = 0, 1, 2, 3  # fields of RecordBatch
@@ -210,3 +214,36 @@ class MessageView:
         bits = np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
         bits.flags.writeable = False
         return bits
+
+
+def numbers(name: str, code: str, values: Sequence[float]) -> array[Any]:
+    """An array of C numbers of this code of the module `array`."""
+    try:
+        return array(code, values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ReplayBufferError(f"column {name} cannot hold {values!r}: {error}") from error
+
+
+def text(name: str, value: str) -> bytes:
+    """A string as UTF-8."""
+    try:
+        return value.encode()
+    except (AttributeError, UnicodeError) as error:
+        raise ReplayBufferError(f"column {name} cannot hold {value!r}: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def texts(name: str, values: tuple[str, ...]) -> tuple[bytes, bytes]:
+    """Offsets and bytes of a string array."""
+    encoded = [text(name, value) for value in values]
+    return offsets([len(one) for one in encoded]), b"".join(encoded)
+
+
+def offsets(lengths: Sequence[int]) -> bytes:
+    """Of a list or string array with items or bytes of these lengths."""
+    return struct.pack(f"<{len(lengths) + 1}i", *accumulate(lengths, initial=0))
+
+
+def bitmap(valid: list[bool]) -> bytes:
+    """Of the values that are not null."""
+    return sum(1 << i for i, one in enumerate(valid) if one).to_bytes(-(-len(valid) // 8), "little")

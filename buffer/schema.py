@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from asyncrl.buffer.message import MessageFrame, MessageLayout, MessageView
+from asyncrl.buffer.message import MessageFrame, MessageLayout, MessageView, bitmap, numbers, offsets, text, texts
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import FINISH_REASONS, Group, GroupRef, Rollout
 
@@ -114,26 +114,26 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
     _check_logprobs(np.frombuffer(logprobs, np.float32), lengths, group)
     min_versions, max_version = _version_range(versions, masks, lengths)
     num_items, num_tokens = sum(lengths), len(tokens) // _INT32.itemsize
-    rewards = _numbers("reward", "f", [r.reward for r in rollouts])
+    rewards = numbers("reward", "f", [r.reward for r in rollouts])
     scored = [reward == reward for reward in rewards]
     parts = [item for r in rollouts for item in r.reward_parts.items()]
-    part_ends = _offsets([len(r.reward_parts) for r in rollouts]) if parts else b""
+    part_ends = offsets([len(r.reward_parts) for r in rollouts]) if parts else b""
     errors = [r.error for r in rollouts]
     failed = [error is not None for error in errors]
-    extra_ends, extra = _texts("extra", tuple(map(_extra, errors))) if any(failed) else (b"", b"")
+    extra_ends, extra = texts("extra", tuple(map(_extra, errors))) if any(failed) else (b"", b"")
     reasons = tuple([r.finish_reason for r in rollouts])
     _check_finish_reasons(set(reasons))
-    reason_ends, reason = _texts("finish_reason", reasons)
-    key_ends, keys = _texts("reward_parts", tuple([key for key, _ in parts]))
-    prompt_id, generator = _text("prompt_id", group.prompt_id), _text("generator", group.generator)
+    reason_ends, reason = texts("finish_reason", reasons)
+    key_ends, keys = texts("reward_parts", tuple([key for key, _ in parts]))
+    prompt_id, generator = text("prompt_id", group.prompt_id), text("generator", group.generator)
     frame = _frame(n)
     response_ends = frame.pack_ends(*accumulate(lengths, initial=0))
     fixed = (
         b"".join([xxhash.xxh3_128_digest(group.group_id + index) for index in frame.each_index]),
         group.group_id * n,
-        _numbers("number", "q", [group.number]).tobytes() * n,
-        _numbers("created_at", "d", [group.created_at]).tobytes() * n,
-        _numbers("seconds", "d", [r.seconds for r in rollouts]).tobytes(),
+        numbers("number", "q", [group.number]).tobytes() * n,
+        numbers("created_at", "d", [group.created_at]).tobytes() * n,
+        numbers("seconds", "d", [r.seconds for r in rollouts]).tobytes(),
         *frame.constant,
         frame.pack_ends(*accumulate([prompt.size + length for length in lengths], initial=0)),
         prompt.size.to_bytes(4, "little") * n,
@@ -142,8 +142,8 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
         response_ends,
         array("i", min_versions).tobytes(),
         rewards.tobytes(),
-        _bitmap(scored),
-        _bitmap(failed),
+        bitmap(scored),
+        bitmap(failed),
         _even_ends(n, len(prompt_id)),
         _even_ends(n, len(generator)),
         part_ends,
@@ -162,7 +162,7 @@ def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
         (at["extra"] + 2, extra),
         (_PART_KEYS, key_ends),
         (_PART_KEYS + 1, keys),
-        (_PART_VALUES, _numbers("reward_parts", "f", [value for _, value in parts]).tobytes()),
+        (_PART_VALUES, numbers("reward_parts", "f", [value for _, value in parts]).tobytes()),
     )
     nodes = (
         (node["tokens"] + 1, num_tokens, 0),
@@ -217,14 +217,17 @@ def _frame(n: int) -> _Frame:
     each = tuple(i.to_bytes(2, "little") for i in range(n))
     pack_ends = struct.Struct(f"<{n + 1}i").pack
     return _Frame(
-        MessageFrame(LAYOUT, n, fixed), pack_ends, each, (n.to_bytes(2, "little") * n, b"".join(each), b"", b"")
+        MessageFrame(LAYOUT, n, fixed),
+        pack_ends,
+        each,
+        (n.to_bytes(2, "little", signed=True) * n, b"".join(each), b"", b""),
     )
 
 
 @lru_cache(maxsize=256)
 def _even_ends(n: int, size: int) -> bytes:
     """The offsets of n strings of that many bytes."""
-    return _offsets([size] * n)
+    return offsets([size] * n)
 
 
 def _extra(error: str | None) -> str:
@@ -291,12 +294,12 @@ def _decode(message: Any) -> Group:
 
 
 def _reward_parts(view: MessageView) -> list[dict[str, float]]:
-    offsets = view.offsets("reward_parts").tolist()
-    if offsets[-1] == 0:
+    ends = view.offsets("reward_parts").tolist()
+    if ends[-1] == 0:
         return [{} for _ in range(view.num_rows)]
-    names = view.texts(_PART_KEYS, offsets[-1])
-    values = view.values(_PART_VALUES, np.float32, offsets[-1]).tolist()
-    return [dict(zip(names[a:b], values[a:b], strict=True)) for a, b in pairwise(offsets)]
+    names = view.texts(_PART_KEYS, ends[-1])
+    values = view.values(_PART_VALUES, np.float32, ends[-1]).tolist()
+    return [dict(zip(names[a:b], values[a:b], strict=True)) for a, b in pairwise(ends)]
 
 
 def read_batch(message: Any) -> pa.RecordBatch:
@@ -470,33 +473,3 @@ def _cast(values: Any, dtype: np.dtype, name: str) -> np.ndarray:
     if array.ndim != 1 or not np.can_cast(array.dtype, dtype, "same_kind"):
         raise ReplayBufferError(f"{name} must be one-dimensional {dtype}; got {array.dtype} of shape {array.shape}")
     return np.ascontiguousarray(array, dtype)
-
-
-def _numbers(name: str, code: str, values: Sequence[float]) -> array[Any]:
-    """An array of C numbers of this code of the module `array`."""
-    try:
-        return array(code, values)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ReplayBufferError(f"column {name} cannot hold {values!r}: {error}") from error
-
-
-def _text(name: str, value: str) -> bytes:
-    try:
-        return value.encode()
-    except (AttributeError, UnicodeError) as error:
-        raise ReplayBufferError(f"column {name} cannot hold {value!r}: {error}") from error
-
-
-@lru_cache(maxsize=1024)
-def _texts(name: str, values: tuple[str, ...]) -> tuple[bytes, bytes]:
-    """Offsets and bytes of a string array."""
-    texts = [_text(name, value) for value in values]
-    return _offsets([len(text) for text in texts]), b"".join(texts)
-
-
-def _offsets(lengths: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(lengths) + 1}i", *accumulate(lengths, initial=0))
-
-
-def _bitmap(valid: list[bool]) -> bytes:
-    return sum(1 << i for i, one in enumerate(valid) if one).to_bytes(-(-len(valid) // 8), "little")
