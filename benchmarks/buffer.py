@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import statistics
 import threading
 import time
@@ -53,7 +54,7 @@ def compare(peer: Peer, *, num: int, seconds: float) -> Row:
 
 
 def table_of_peers(args: argparse.Namespace) -> None:
-    here = [peer for peer in PEERS if peer is ASYNCRL or (peer.is_here and args.peers in peer.name)]
+    here = [peer for peer in PEERS if peer is ASYNCRL or (peer.is_here and re.search(args.peers, peer.name))]
     rows: dict[str, list[Row]] = {peer.name: [] for peer in here}
     for _ in range(args.repeats):
         for peer in here:
@@ -246,7 +247,7 @@ TABLES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tables", default=",".join(TABLES), help=f"of {', '.join(TABLES)}")
-    parser.add_argument("--peers", default="", help="asyncrl and those whose name contains this")
+    parser.add_argument("--peers", default="", help="asyncrl and those whose name matches this")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--trajectories", type=int, default=20_480, help="stored at first")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
