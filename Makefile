@@ -1,6 +1,7 @@
 # Everything runs from a virtual environment in .venv, made by the first target that needs it.
 #   make demo   the whole story: a small model, supervised warm-up, then asynchronous GRPO (a few minutes on 2 cores)
 #   make test   unit and integration tests
+#   make bench  the replay buffer beside others (several minutes; benchmarks/buffer.py --quick: one)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ ifeq ($(ENGINE),cpu)
 UV_TORCH := $(if $(wildcard $(PIP_FIND_LINKS)/torch-*+cpu*.whl),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 endif
 
-.PHONY: setup demo test test-unit lint soak clean
+.PHONY: setup demo test test-unit lint bench soak clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/installed-$(ENGINE)
@@ -35,6 +36,10 @@ test: setup
 
 test-unit: setup
 	$(BIN)/python -m pytest tests -m "not integration"
+
+# The replay buffer beside others, and by size, durability and faults (minutes).
+bench: setup
+	$(BIN)/python benchmarks/buffer.py
 
 # An hour of a replay buffer under random kills; MINUTES=5 for less.
 MINUTES ?= 60

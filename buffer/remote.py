@@ -31,14 +31,14 @@ Result = bool | str | None
 
 class RemoteShard:
     """Thread-safe. `group_bytes` is what the shard's groups took at the last append; `request` and `post` are those of
-    its connection."""
+    its `connection`."""
 
     def __init__(self, connection: Connection) -> None:
         self.endpoint = connection.endpoint
         self.group_bytes = 0
         self.draining = False
         self.request, self.post = connection.request, connection.post
-        self._connection = connection
+        self.connection = connection
         self._lock = threading.Lock()  # of the writer and the reader
         self._directory: Path | None = None
         self._greeted = False
@@ -108,7 +108,7 @@ class RemoteShard:
             if self._writer_lock is not None:
                 self._writer_lock.close()
                 self._writer_lock = None
-        self._connection.close()
+        self.connection.close()
 
     def _greet(self) -> None:
         if self._greeted:

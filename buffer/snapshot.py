@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from asyncrl.errors import ReplayBufferError
 
 MANIFEST = "manifest.json"
 FORMAT = "asyncrl buffer snapshot 1"
+_PAUSE = 0.5
+"""Of the time that copying takes, after every _PAUSE_BYTES: those who sample meanwhile shall hardly notice."""
+_PAUSE_BYTES = 4 << 20
 
 
 class SnapshotWriter:
@@ -69,12 +73,16 @@ class SnapshotWriter:
 
         try:
             write(PREFIX)
+            began, pause_at = time.monotonic(), _PAUSE_BYTES
             for entry, path in sorted(self._groups, key=lambda group: group[0].ref.number):
                 message = reader.read(path, entry.offset, entry.ref.nbytes)
                 if xxhash.xxh3_64_intdigest(message) != entry.checksum:
                     raise ReplayBufferError(f"group {entry.ref.number} is corrupted in {path}")
                 blocks.append((end, entry.metadata_length, entry.ref.nbytes - entry.metadata_length))
                 write(message.ljust(aligned(len(message)), b"\0"))
+                if end > pause_at:
+                    time.sleep(_PAUSE * (time.monotonic() - began))
+                    began, pause_at = time.monotonic(), end + _PAUSE_BYTES
             write(tail(blocks))
             os.fsync(fd)
         finally:
