@@ -53,9 +53,13 @@ class ShardLog:
 
     def write(self, records: bytes) -> None:
         """Append whole records. Raises ReplayBufferError, with the log as before, when there is no room."""
-        pwrite_all(self._fd, records, self._end)
-        if self._sync:
-            os.fdatasync(self._fd)
+        try:
+            pwrite_all(self._fd, records, self._end)
+            if self._sync:
+                os.fdatasync(self._fd)
+        except (ReplayBufferError, OSError) as error:
+            os.ftruncate(self._fd, self._end)  # the first records of several may be there, whole
+            raise ReplayBufferError(f"the buffer's log {self._path} cannot be written: {error}") from error
         self._end += len(records)
 
     def compact(self, records: Iterable[bytes]) -> None:
@@ -71,6 +75,7 @@ class ShardLog:
             temporary.replace(self._path)
         except BaseException:
             os.close(fd)
+            temporary.unlink(missing_ok=True)
             raise
         os.close(self._fd)
         self._fd, self._end, self._compacted = fd, len(data), len(data) // RECORD_BYTES

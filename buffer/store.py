@@ -15,7 +15,7 @@ import math
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,7 @@ from asyncrl.types import GroupRef
 
 NUM_REMEMBERED_IDS = 1 << 14
 """Ids of groups that are gone, the newest ones, so that a late repeated append or commit is recognised."""
-GRACE_S = 60.0
-"""How long the leases of an earlier process last without a renewal."""
+MAX_LEASE_S = 1e9
 _SELF = b"the shard itself"
 
 
@@ -84,8 +83,8 @@ class GroupStore:
             self._apply(record)
         self._segments.recover()
         self._seal_own()
-        for lease_id in self._leases:  # their holders may live: let them renew
-            self._deadlines[lease_id] = (self._now() + GRACE_S, GRACE_S)
+        for lease_id, (_, timeout_s) in self._deadlines.items():  # their holders may live: let them renew
+            self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
 
     # Writing
 
@@ -134,7 +133,7 @@ class GroupStore:
         """Whether this group was appended before, whatever became of it (of those that are gone, the newest)."""
         return group_id in self._held or group_id in self._gone
 
-    def append_message(self, message: Any, *, checksum: int) -> bool | None:
+    def append_message(self, message: Any, *, checksum: int, uses: int = 0) -> bool | None:
         """Store a group that came as an Arrow message; False when its id was appended before, None: the shard is full.
 
         Raises ReplayBufferError when the bytes do not match the checksum or are not one whole group.
@@ -150,7 +149,7 @@ class GroupStore:
                 return None
             self._writer.start(segment.number, segment.path, segment.capacity)
         offset = self._writer.write(message)
-        entry = Entry(ref, self._writer.number, offset, metadata_length(message), checksum)
+        entry = Entry(ref, self._writer.number, offset, metadata_length(message), checksum, uses)
         (result,) = self.append([entry], writer=_SELF)
         if isinstance(result, str):
             raise ReplayBufferError(result)
@@ -200,9 +199,13 @@ class GroupStore:
             return True
         return False
 
-    def held_entries(self) -> list[tuple[Entry, str]]:
-        """Every held group, leased ones too, with its file: the contents of a snapshot. pin() keeps the files."""
-        return [(held.entry, self._segments[held.entry.segment].path) for held in self._held.values()]
+    def held_entries(self) -> list[Entry]:
+        """Every held group, leased ones too, with its uses so far: what a snapshot holds. pin() keeps the files."""
+        return [replace(held.entry, uses=held.uses) for held in self._held.values()]
+
+    def path_of(self, segment: int) -> str:
+        """Where a segment's file is now. Also for other threads, for segments that are pinned."""
+        return self._segments[segment].path
 
     def pin(self, entries: Iterable[Entry]) -> None:
         """Keep the segments of these groups until unpin, whatever becomes of the groups."""
@@ -246,7 +249,7 @@ class GroupStore:
         *,
         policy_version: int,
         max_staleness: int,
-        timeout_s: float = float("inf"),
+        timeout_s: float = MAX_LEASE_S,
     ) -> bool:
         """Hand out exactly these groups, or none (False) when one is not free or too stale. It may be repeated.
 
@@ -262,10 +265,10 @@ class GroupStore:
                 return False
         if len(set(group_ids)) != len(group_ids):
             return False
-        self._log.write(b"".join(pack_event(Kind.LEASE, group_id=i, owner=lease_id) for i in group_ids))
+        number = int(min(timeout_s, MAX_LEASE_S) * 1e3)
+        self._log.write(b"".join(pack_event(Kind.LEASE, group_id=i, owner=lease_id, number=number) for i in group_ids))
         for group_id in group_ids:
-            self._lease(group_id, lease_id)
-        self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
+            self._lease(group_id, lease_id, number / 1e3)
         return True
 
     def renew(self, lease_id: bytes) -> bool:
@@ -376,7 +379,7 @@ class GroupStore:
                 self._add(entry)
                 self._totals["appended"] += 1
             case Kind.LEASE:
-                self._lease(group_id, record.owner)
+                self._lease(group_id, record.owner, number / 1e3)
             case Kind.RELEASE:
                 self._release(group_id)
             case Kind.COMMIT:
@@ -389,6 +392,8 @@ class GroupStore:
                 self._quarantine(group_id)
             case Kind.GRANT:
                 self._segments.granted(entry.segment, record.owner, number)
+            case Kind.BLOCK:
+                self._segments.note_block(entry)
             case Kind.SEAL:
                 self._segments[entry.segment].writer = NO_ID
             case Kind.SPILL:
@@ -410,10 +415,11 @@ class GroupStore:
         yield from self._segments.records()
         for group_id, held in self._held.items():
             yield pack_entry(held.entry)
-            for _ in range(held.uses):
+            for _ in range(held.uses - held.entry.uses):
                 yield pack_event(Kind.USED, group_id=group_id, owner=held.last_use)
             if held.lease != NO_ID:
-                yield pack_event(Kind.LEASE, group_id=group_id, owner=held.lease)
+                number = int(self._deadlines[held.lease][1] * 1e3)
+                yield pack_event(Kind.LEASE, group_id=group_id, owner=held.lease, number=number)
         yield from self._segments.seals()
         for index, name in enumerate(TOTALS):
             bits = struct.unpack("<q", struct.pack("<d", float(self._totals[name])))[0]
@@ -440,16 +446,17 @@ class GroupStore:
         return data
 
     def _add(self, entry: Entry) -> None:
-        self._held[entry.ref.group_id] = Held(entry)
+        self._held[entry.ref.group_id] = Held(entry, uses=entry.uses)
         self._segments.add(entry)
         self._free.add(entry.ref)
 
-    def _lease(self, group_id: bytes, lease_id: bytes) -> None:
+    def _lease(self, group_id: bytes, lease_id: bytes, timeout_s: float) -> None:
         held = self._held[group_id]
         self._free.remove(held.ref)
         held.lease = lease_id
         self._leased_bytes += held.ref.nbytes
         self._leases.setdefault(lease_id, {})[group_id] = None
+        self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
 
     def _release(self, group_id: bytes) -> None:
         held = self._held[group_id]

@@ -130,7 +130,7 @@ class ShardModel(RuleBasedStateMachine):
     @rule()
     def the_shard_dies(self) -> None:
         self.open_store()
-        self.deadlines = dict.fromkeys(self.leases, self.clock + 60.0)
+        self.deadlines = dict.fromkeys(self.leases, self.clock + LEASE_S)
 
     @rule()
     def compact(self) -> None:
@@ -209,7 +209,7 @@ class ShardModel(RuleBasedStateMachine):
         if not self.leases or self.max_uses > 1:
             return
         lease = data.draw(st.sampled_from(sorted(self.leases)))
-        self.clock += LEASE_S + 61.0
+        self.clock += LEASE_S + 1.0
         self.store.expire_leases()
         groups = self.leases[lease]
         self.expire_in_model()
