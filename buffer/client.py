@@ -10,7 +10,6 @@ one shard no longer has what it offered, everything taken is given back.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import uuid
@@ -40,8 +39,6 @@ from asyncrl.buffer.store import NUM_REMEMBERED_IDS
 from asyncrl.buffer.wire import MAX_FRAME_BYTES
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import Group, GroupRef
-
-logger = logging.getLogger(__name__)
 
 LEASE_TIMEOUT_S = 60.0
 _LEASE_ATTEMPTS = 8
@@ -136,8 +133,10 @@ class ReplayBuffer:
 
     def add_shard(self, address: ShardAddress) -> int:
         """Use another shard from now on; its position. Every client of a run adds the same shards in the same order."""
-        connection = Connection(self._context, address, keys=self._client_keys, timeout_s=self._timeout_s)
-        shard = RemoteShard(connection)
+        connection, renewals = (
+            Connection(self._context, address, keys=self._client_keys, timeout_s=self._timeout_s) for _ in range(2)
+        )
+        shard = RemoteShard(connection, renewals=renewals)
         with self._lock:
             self.addresses.append(address)
             self._shards.append(shard)
@@ -297,7 +296,7 @@ class ReplayBuffer:
                 if time.monotonic() > deadline:
                     raise ReplayBufferError(f"shard {shard.endpoint} did not finish its snapshot in {timeout_s:g} s")
                 time.sleep(_POLL_S)
-            files[name] = {key: reply.header[key] for key in ("num_groups", "num_bytes", "xxh3")}
+            files[name] = {key: reply.header[key] for key in ("num_groups", "num_bytes", "xxh3", "uses")}
         write_manifest(directory, files, policy_version=policy_version)
         return sum(file["num_groups"] for file in files.values())
 
@@ -308,9 +307,9 @@ class ReplayBuffer:
         """
         directory = Path(directory)
         manifest = read_manifest(directory)
-        for name in manifest["files"]:
+        for name, file in manifest["files"].items():
             batch: list[EncodedGroup] = []
-            for group in read_groups(directory / name):
+            for group in read_groups(directory / name, file["uses"]):
                 batch.append(group)
                 if len(batch) == _RESTORE_BATCH:
                     self.append_encoded(batch)
@@ -450,13 +449,8 @@ class ReplayBuffer:
                 continue
             renewed_at = time.monotonic()
             for index, shard in enumerate(self._shards):
-                leases = [lease.hex() for lease, (shards, _) in held.items() if index in shards]
-                if not leases:
-                    continue
-                try:
-                    shard.request("renew", {"leases": leases})
-                except ReplayBufferError as error:
-                    logger.warning("leases could not be renewed: %s", error)
+                if leases := [lease for lease, (shards, _) in held.items() if index in shards]:
+                    shard.renew(leases)
 
 
 def _by_shard(refs: Iterable[GroupRef]) -> dict[int, list[bytes]]:

@@ -65,6 +65,8 @@ class Connection:
         """Send a request without waiting for its reply. Never raises."""
         with self._lock:
             try:
+                while not self._socket.closed and self._socket.poll(0):
+                    self._socket.recv_multipart()  # the reply to an earlier post
                 self._send(op, fields, ())
             except ReplayBufferError:
                 return  # nothing more can be done for a shard that takes no messages

@@ -58,9 +58,14 @@ class ShardLog:
             for_more: they take in more groups, and may not use up the reserve.
         """
         self._reserve(self._end + len(records), needed=for_more)
-        pwrite_all(self._fd, records, self._end)
-        if self._sync:
-            os.fdatasync(self._fd)
+        try:
+            pwrite_all(self._fd, records, self._end)
+            if self._sync:
+                os.fdatasync(self._fd)
+        except (ReplayBufferError, OSError) as error:
+            os.ftruncate(self._fd, self._end)  # the first records of several may be there, whole
+            self._reserved = self._end
+            raise ReplayBufferError(f"the buffer's log {self._path} cannot be written: {error}") from error
         self._end += len(records)
 
     def _reserve(self, end: int, *, needed: bool) -> None:
@@ -87,6 +92,7 @@ class ShardLog:
             temporary.replace(self._path)
         except BaseException:
             os.close(fd)
+            temporary.unlink(missing_ok=True)
             raise
         os.close(self._fd)
         self._fd, self._end, self._compacted = fd, len(data), len(data) // RECORD_BYTES

@@ -5,7 +5,6 @@ Every record ends with the xxh3 of what precedes it, so that a torn write at the
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from asyncrl.errors import ReplayBufferError
 from asyncrl.types import GroupRef
 
 NO_ID = bytes(16)
-_ENTRY = struct.Struct("<B3xIQQIIQ16s16sqI4xQiidd")
+_ENTRY = struct.Struct("<B3xIQQIIQ16s16sqIIQiidd")
+_ZEROS = (0, 0, NO_ID, NO_ID, 0, 0, 0, 0, 0, 0, 0.0, 0.0)  # what follows metadata_length
 _CHECK = struct.Struct("<Q")
 RECORD_BYTES = _ENTRY.size + _CHECK.size
 
@@ -26,7 +26,7 @@ class Kind(IntEnum):
     """What happened. Fields that a kind does not need are zero."""
 
     APPEND = 1  # an entry
-    LEASE = 2  # group_id goes to the lease `owner`
+    LEASE = 2  # group_id goes to the lease `owner`, which lasts `number` milliseconds without a renewal
     RELEASE = 3  # group_id is free again
     COMMIT = 4  # group_id was trained on for the last time, under the lease `owner`
     EVICT = 5  # group_id aged out
@@ -38,6 +38,7 @@ class Kind(IntEnum):
     TOTAL = 11  # number (the bits of a double) is the value of the counter with index `segment`
     USED = 12  # group_id was trained on `number` times so far and is free again
     GONE = 13  # group_id was here once: a repeated append of it is ignored
+    BLOCK = 14  # a message of a segment that is not sealed; its group may be gone
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -53,6 +54,7 @@ class Entry:
         offset: of the Arrow message in the segment file, in bytes; its length is ref.nbytes.
         metadata_length: bytes of the message before its body, as an Arrow file's footer records it.
         checksum: xxh3_64 of the message, made by the writer.
+        uses: how often the group was trained on before it came here, from a snapshot.
         packed: the record that it came in, so that it is not packed again.
     """
 
@@ -61,6 +63,7 @@ class Entry:
     offset: int
     metadata_length: int
     checksum: int
+    uses: int = 0
     packed: bytes = field(default=b"", compare=False, repr=False)
 
 
@@ -90,6 +93,7 @@ def pack_entry(entry: Entry) -> bytes:
         NO_ID,
         ref.number,
         ref.max_tokens,
+        entry.uses,
         ref.num_tokens,
         ref.min_version,
         ref.max_version,
@@ -103,14 +107,15 @@ def pack_event(
     kind: Kind, *, group_id: bytes = NO_ID, owner: bytes = NO_ID, segment: int = 0, number: int = 0
 ) -> bytes:
     """The bytes of a record that is not about a new entry."""
-    data = _ENTRY.pack(kind, segment, 0, 0, 0, 0, 0, group_id, owner, number, 0, 0, 0, 0, 0.0, 0.0)
+    data = _ENTRY.pack(kind, segment, 0, 0, 0, 0, 0, group_id, owner, number, 0, 0, 0, 0, 0, 0.0, 0.0)
     return data + _CHECK.pack(xxhash.xxh3_64_intdigest(data))
 
 
-def pack_lease(group_id: bytes, lease_id: bytes, timeout_s: float) -> bytes:
-    """The bytes of a LEASE record; its number is the timeout in milliseconds, 0 for none."""
-    milliseconds = max(1, round(timeout_s * 1e3)) if math.isfinite(timeout_s) else 0
-    return pack_event(Kind.LEASE, group_id=group_id, owner=lease_id, number=milliseconds)
+def pack_block(segment: int, block: tuple[int, int, int]) -> bytes:
+    """The bytes of a record about one message: (offset, metadata bytes, body bytes)."""
+    offset, metadata, body = block
+    data = _ENTRY.pack(Kind.BLOCK, segment, offset, metadata + body, metadata, *_ZEROS)
+    return data + _CHECK.pack(xxhash.xxh3_64_intdigest(data))
 
 
 def is_intact(data: bytes | memoryview) -> bool:
@@ -136,6 +141,7 @@ def unpack_record(data: bytes | memoryview, shard: int = 0) -> Record:
         owner,
         number,
         max_tokens,
+        uses,
         num_tokens,
         min_version,
         max_version,
@@ -159,7 +165,7 @@ def unpack_record(data: bytes | memoryview, shard: int = 0) -> Record:
         reward_std=reward_std,
     )
     packed = bytes(data) if known is Kind.APPEND else b""
-    return Record(known, Entry(ref, segment, offset, metadata_length, checksum, packed), owner)
+    return Record(known, Entry(ref, segment, offset, metadata_length, checksum, uses, packed), owner)
 
 
 def unpack_records(data: bytes | memoryview, shard: int = 0) -> Iterator[Record]:

@@ -31,14 +31,15 @@ Result = bool | str | None
 
 class RemoteShard:
     """Thread-safe. `group_bytes` is what the shard's groups took at the last append; `request` and `post` are those of
-    its `connection`."""
+    its `connection`. Renewals have one of their own: no request to this shard, or to another, may hold them up."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, *, renewals: Connection) -> None:
         self.endpoint = connection.endpoint
         self.group_bytes = 0
         self.draining = False
         self.request, self.post = connection.request, connection.post
         self.connection = connection
+        self._renewals = renewals
         self._lock = threading.Lock()  # of the writer and the reader
         self._directory: Path | None = None
         self._greeted = False
@@ -109,6 +110,11 @@ class RemoteShard:
                 self._writer_lock.close()
                 self._writer_lock = None
         self.connection.close()
+        self._renewals.close()
+
+    def renew(self, leases: Sequence[bytes]) -> None:
+        """Tell the shard that the holder of these leases lives. Does not wait for an answer."""
+        self._renewals.post("renew", {"leases": [lease.hex() for lease in leases]})
 
     def _greet(self) -> None:
         if self._greeted:
@@ -129,7 +135,8 @@ class RemoteShard:
         for group in [*groups, None]:
             if batch and (group is None or sum(g.message.size for g in batch) + group.message.size > MAX_FRAME_BYTES):
                 checksums = [f"{xxhash.xxh3_64_intdigest(g.message):016x}" for g in batch]
-                reply = self.request("append_messages", {"checksums": checksums}, [g.message for g in batch])
+                fields = {"checksums": checksums, "uses": [g.uses for g in batch]}
+                reply = self.request("append_messages", fields, [g.message for g in batch])
                 results += self._results(reply, len(batch))
                 batch = []
             if group is not None:
@@ -154,6 +161,7 @@ class RemoteShard:
                 offset,
                 metadata_length(group.message),
                 xxhash.xxh3_64_intdigest(group.message),
+                group.uses,
             )
             written.append(pack_entry(entry))
         return results + self._acknowledge(written)
@@ -162,7 +170,10 @@ class RemoteShard:
         if not written:
             return []
         reply = self.request("append", {"writer": self._writer_id.hex()}, [b"".join(written)])
-        return self._results(reply, len(written))
+        results = self._results(reply, len(written))
+        if any(isinstance(answer, str) for answer in results):
+            self._writer.close()  # the shard may have closed the segment
+        return results
 
     def _results(self, reply: Message, num: int) -> list[Result]:
         results = reply.items("results")
@@ -178,8 +189,8 @@ class RemoteShard:
         if self._writer_lock is None:
             self._writer_lock = WriterLock(self._directory / WRITERS / self._writer_id.hex())
         fields = {"writer": self._writer_id.hex(), "num_bytes": num_bytes, "seal": self._writer.number}
+        self._writer.close()  # before the shard seals it, and so also when its answer is late
         reply = self.request("grant", fields)
-        self._writer.close()
         if reply.header.get("segment") is None:
             self.draining = bool(reply.header.get("draining"))
             return False

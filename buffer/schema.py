@@ -73,10 +73,11 @@ _RESPONSE_DTYPES: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class EncodedGroup:
-    """A group as it is stored: the Arrow message and its index entry (with shard 0)."""
+    """A group as it is stored: the Arrow message, its index entry (with shard 0), and how often it was trained on."""
 
     message: pa.Buffer
     ref: GroupRef
+    uses: int = 0
 
 
 def encode_group(group: Group) -> EncodedGroup:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from asyncrl.buffer.records import NO_ID, Entry, Kind, pack_event
+from asyncrl.buffer.records import NO_ID, Entry, Kind, pack_block, pack_event
 from asyncrl.buffer.segments import OPEN, PREFIX, SEALED, aligned, open_segment, seal_segment, segment_path
 from asyncrl.errors import ReplayBufferError
 
@@ -144,10 +144,17 @@ class SegmentTable:
 
     def add(self, entry: Entry) -> None:
         """A group was appended."""
+        self.note_block(entry)
+        self._segments[entry.segment].num_live += 1
+
+    def note_block(self, entry: Entry) -> None:
+        """A message was written, whatever became of its group."""
         segment = self._segments[entry.segment]
+        block = (entry.offset, entry.metadata_length, entry.ref.nbytes - entry.metadata_length)
+        if self._recovering and block in segment.blocks:
+            return
         segment.used = max(segment.used, entry.offset + aligned(entry.ref.nbytes))
-        segment.blocks.append((entry.offset, entry.metadata_length, entry.ref.nbytes - entry.metadata_length))
-        segment.num_live += 1
+        segment.blocks.append(block)
 
     def drop(self, number: int) -> None:
         """A group of this segment, or a copy in progress, is gone."""
@@ -201,8 +208,12 @@ class SegmentTable:
 
     def records(self) -> Iterator[bytes]:
         """What a compacted log has to say about the segments, without their groups."""
+        if self._last not in self._segments:  # its number is not given again: clients may have its file open
+            yield pack_event(Kind.GRANT, segment=self._last)
         for s in self._segments.values():
             yield pack_event(Kind.GRANT, owner=s.writer, segment=s.number, number=s.capacity)
+            if s.is_open and self._settings.keep:  # groups that are gone stay in its footer
+                yield from (pack_block(s.number, block) for block in s.blocks)
 
     def seals(self) -> Iterator[bytes]:
         """What it says after the groups."""

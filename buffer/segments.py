@@ -300,12 +300,18 @@ class SegmentReader:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 raise ReplayBufferError(f"buffer segment {path} cannot be opened: {error.strerror}") from error
+            self._close_removed()
             self._files[path] = fd
             if len(self._files) > NUM_OPEN_FILES:
                 os.close(self._files.popitem(last=False)[1])
         else:
             self._files.move_to_end(path)
         return fd
+
+    def _close_removed(self) -> None:
+        """Files that were removed: their memory is free only when nobody has them open."""
+        for path in [path for path, fd in self._files.items() if not os.fstat(fd).st_nlink]:
+            os.close(self._files.pop(path))
 
 
 class WriterLock:

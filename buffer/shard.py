@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,25 @@ from asyncrl.errors import ReplayBufferError
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
+MAX_GAP_S = 2 * TICK_S
 
 Reply = tuple[dict[str, Any], list[Any]]
+
+
+class WakingClock:
+    """Seconds in which this process ran, for the timeouts of leases: after a stop of the process, or of the machine,
+    the renewals that came meanwhile are still unread. It is read at every tick; a longer gap counts as MAX_GAP_S."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._read_at = now()
+        self._elapsed = 0.0
+
+    def __call__(self) -> float:
+        now = self._now()
+        self._elapsed += min(now - self._read_at, MAX_GAP_S)
+        self._read_at = now
+        return self._elapsed
 
 
 class ShardService:
@@ -122,14 +139,16 @@ class ShardService:
         return {"results": results, "bytes": self.store.group_bytes}, []
 
     def _append_messages(self, message: Message) -> Reply:
-        checksums = message.items("checksums")
-        if len(checksums) != len(message.payloads):
-            raise ReplayBufferError(f"{len(message.payloads)} groups came with {len(checksums)} checksums")
+        checksums, uses = message.items("checksums"), message.items("uses")
+        if not len(checksums) == len(uses) == len(message.payloads):
+            raise ReplayBufferError(
+                f"{len(message.payloads)} groups came with {len(checksums)} checksums and {len(uses)} counts of uses"
+            )
         results: list[bool | str | None] = []
-        for payload, checksum in zip(message.payloads, checksums, strict=True):
+        for payload, checksum, used in zip(message.payloads, checksums, uses, strict=True):
             try:
-                taken = None if self._draining else self.store.append_message(payload, checksum=_checksum(checksum))
-                results.append(taken)
+                group = {"checksum": _checksum(checksum), "uses": _count(used)}
+                results.append(None if self._draining else self.store.append_message(payload, **group))
             except ReplayBufferError as error:
                 results.append(str(error))
         return {"results": results, "bytes": self.store.group_bytes, "draining": self._draining}, []
@@ -196,8 +215,8 @@ class ShardService:
         if self._pinned:
             raise ReplayBufferError("another snapshot of this shard is being written")
         held = self.store.held_entries()
-        self._snapshot = SnapshotWriter(Path(message.text("path")), held)
-        self._pinned = [entry for entry, _ in held]
+        self._snapshot = SnapshotWriter(Path(message.text("path")), held, self.store.path_of)
+        self._pinned = held
         self.store.pin(self._pinned)
         self._snapshot.start()
         return {"num_groups": len(held)}, []
@@ -219,6 +238,12 @@ def _checksum(text: Any) -> int:
         return int(text, 16)
     except (TypeError, ValueError):
         raise ReplayBufferError(f"a checksum is 16 hex digits; got {str(text)[:80]!r}") from None
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 32:
+        raise ReplayBufferError(f"a count of uses is an integer from 0; got {str(value)[:80]!r}")
+    return value
 
 
 def _bound(message: Message) -> dict[str, int]:
@@ -265,7 +290,7 @@ class ShardServer:
             raise ReplayBufferError("this buffer shard was started before")
         self._lock()
         try:
-            store = GroupStore(self._directory, self._settings)
+            store = GroupStore(self._directory, self._settings, now=WakingClock())
         except ReplayBufferError:
             self.stop()
             raise

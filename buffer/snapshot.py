@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,20 @@ FORMAT = "asyncrl buffer snapshot 1"
 _PAUSE = 0.5
 """Of the time that copying takes, after every _PAUSE_BYTES: those who sample meanwhile shall hardly notice."""
 _PAUSE_BYTES = 4 << 20
+_READ_ATTEMPTS, _READ_PAUSE_S = 4, 0.02
 
 
 class SnapshotWriter:
-    """Copies groups to one file. Their segments must stay until poll() says that it is done."""
+    """Copies groups to one file. Their segments must stay until poll() says that it is done.
 
-    def __init__(self, path: Path, groups: Sequence[tuple[Entry, str]]) -> None:
+    Args:
+        path_of: the file of a segment by its number; it is renamed when it is full and moves when it is spilled.
+    """
+
+    def __init__(self, path: Path, groups: Sequence[Entry], path_of: Callable[[int], str]) -> None:
         self._path = path
         self._groups = groups
+        self._path_of = path_of
         self._result: dict[str, Any] = {}
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
@@ -74,10 +80,8 @@ class SnapshotWriter:
         try:
             write(PREFIX)
             began, pause_at = time.monotonic(), _PAUSE_BYTES
-            for entry, path in sorted(self._groups, key=lambda group: group[0].ref.number):
-                message = reader.read(path, entry.offset, entry.ref.nbytes)
-                if xxhash.xxh3_64_intdigest(message) != entry.checksum:
-                    raise ReplayBufferError(f"group {entry.ref.number} is corrupted in {path}")
+            for entry in sorted(self._groups, key=lambda entry: entry.ref.number):
+                message = self._read(reader, entry)
                 blocks.append((end, entry.metadata_length, entry.ref.nbytes - entry.metadata_length))
                 write(message.ljust(aligned(len(message)), b"\0"))
                 if end > pause_at:
@@ -85,16 +89,36 @@ class SnapshotWriter:
                     began, pause_at = time.monotonic(), end + _PAUSE_BYTES
             write(tail(blocks))
             os.fsync(fd)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
             reader.close()
         temporary.replace(self._path)
-        return {"num_groups": len(blocks), "num_bytes": end, "xxh3": digest.hexdigest()}
+        uses = {entry.ref.group_id.hex(): entry.uses for entry in self._groups if entry.uses}
+        return {"num_groups": len(blocks), "num_bytes": end, "xxh3": digest.hexdigest(), "uses": uses}
+
+    def _read(self, reader: SegmentReader, entry: Entry) -> bytes:
+        error: ReplayBufferError | None = None
+        for _ in range(_READ_ATTEMPTS):
+            path = self._path_of(entry.segment)
+            try:
+                message = reader.read(path, entry.offset, entry.ref.nbytes)
+                if xxhash.xxh3_64_intdigest(message) == entry.checksum:
+                    return message
+                error = ReplayBufferError(f"group {entry.ref.number} is corrupted in {path}")
+            except ReplayBufferError as gone:
+                error = gone
+            time.sleep(_READ_PAUSE_S)  # the shard may be renaming it
+        assert error is not None
+        raise error
 
 
 def write_manifest(directory: Path, files: dict[str, dict[str, Any]], *, policy_version: int) -> None:
     """Makes the snapshot valid: whatever came before it may be torn."""
     manifest = {"format": FORMAT, "policy_version": policy_version, "files": files}
+    manifest["xxh3"] = _digest(manifest)
     temporary = directory / f".{MANIFEST}.tmp"
     with open(temporary, "w") as file:
         json.dump(manifest, file, indent=1)
@@ -131,7 +155,13 @@ def read_manifest_file(directory: Path) -> dict[str, Any]:
         is_whole = False
     if not is_whole:
         raise ReplayBufferError(f"{path} is damaged: it does not list files with their groups, bytes and checksums")
+    if manifest.pop("xxh3", None) != _digest(manifest):
+        raise ReplayBufferError(f"{path} is corrupted: its xxh3 does not match")
     return manifest
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
 
 def check_file(path: Path, expected: dict[str, Any]) -> None:
@@ -154,8 +184,12 @@ def check_file(path: Path, expected: dict[str, Any]) -> None:
         )
 
 
-def read_groups(path: Path) -> Iterator[EncodedGroup]:
-    """The groups of an Arrow IPC file (a sealed segment or a snapshot's file), each checked."""
+def read_groups(path: Path, uses: Mapping[str, int] | None = None) -> Iterator[EncodedGroup]:
+    """The groups of an Arrow IPC file (a sealed segment or a snapshot's file), each checked.
+
+    Args:
+        uses: how often groups were trained on, by id in hex.
+    """
     try:
         source = pa.memory_map(str(path))
     except (pa.ArrowException, OSError) as error:
@@ -170,6 +204,7 @@ def read_groups(path: Path) -> Iterator[EncodedGroup]:
             try:
                 batch = reader.get_batch(index)
                 message = batch.serialize()
-                yield EncodedGroup(message, describe(batch, message.size))
+                ref = describe(batch, message.size)
+                yield EncodedGroup(message, ref, (uses or {}).get(ref.group_id.hex(), 0))
             except (pa.ArrowException, OSError, ReplayBufferError) as error:
                 raise ReplayBufferError(f"{path}, group {index}: {error}") from error

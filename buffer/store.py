@@ -15,14 +15,14 @@ import math
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from asyncrl.buffer.log import LOG, ShardLog, check_log
-from asyncrl.buffer.records import NO_ID, Entry, Kind, Record, pack_entry, pack_event, pack_lease
+from asyncrl.buffer.records import NO_ID, Entry, Kind, Record, pack_entry, pack_event
 from asyncrl.buffer.sampling import FIFO, FreeGroups, Offer, Sampling
 from asyncrl.buffer.schema import SCHEMA_VERSION, describe, read_batch
 from asyncrl.buffer.segment_table import Segment, SegmentTable, StoreSettings, segment_files
@@ -42,8 +42,7 @@ from asyncrl.types import GroupRef
 
 NUM_REMEMBERED_IDS = 1 << 14
 """Ids of groups that are gone, the newest ones, so that a late repeated append or commit is recognised."""
-GRACE_S = 10.0
-"""How long the leases of an earlier process last at least: their holders need time to reach the new one."""
+MAX_LEASE_S = 1e9
 _SELF = b"the shard itself"
 
 
@@ -83,8 +82,8 @@ class GroupStore:
             self._apply(record)
         self._segments.recover()
         self._seal_own()
-        for lease_id, (_, timeout_s) in self._deadlines.items():
-            self._deadlines[lease_id] = (self._now() + max(GRACE_S, timeout_s), timeout_s)
+        for lease_id, (_, timeout_s) in self._deadlines.items():  # their holders may live: let them renew
+            self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
 
     @classmethod
     def as_logged(cls, directory: Path, records: Iterable[Record]) -> GroupStore:
@@ -93,6 +92,7 @@ class GroupStore:
         Raises ReplayBufferError when the records contradict each other.
         """
         store = cls.__new__(cls)
+        store._now = time.monotonic
         store._clear(directory, StoreSettings(), log=lambda _: None)
         for index, record in enumerate(records):
             try:
@@ -166,7 +166,7 @@ class GroupStore:
         """Whether this group was appended before, whatever became of it (of those that are gone, the newest)."""
         return group_id in self._held or group_id in self._gone
 
-    def append_message(self, message: Any, *, checksum: int) -> bool | None:
+    def append_message(self, message: Any, *, checksum: int, uses: int = 0) -> bool | None:
         """Store a group that came as an Arrow message; False when its id was appended before, None: the shard is full.
 
         Raises ReplayBufferError when the bytes do not match the checksum or are not one whole group.
@@ -184,7 +184,7 @@ class GroupStore:
             self._writer.start(segment.number, segment.path, segment.capacity)
             offset = self._writer.write(message, or_fail=True)
             assert offset is not None
-        entry = Entry(ref, self._writer.number, offset, metadata_length(message), checksum)
+        entry = Entry(ref, self._writer.number, offset, metadata_length(message), checksum, uses)
         (result,) = self.append([entry], writer=_SELF)
         if isinstance(result, str):
             raise ReplayBufferError(result)
@@ -234,9 +234,13 @@ class GroupStore:
             return True
         return False
 
-    def held_entries(self) -> list[tuple[Entry, str]]:
-        """Every held group, leased ones too, with its file: the contents of a snapshot. pin() keeps the files."""
-        return [(held.entry, self._segments[held.entry.segment].path) for held in self._held.values()]
+    def held_entries(self) -> list[Entry]:
+        """Every held group, leased ones too, with its uses so far: what a snapshot holds. pin() keeps the files."""
+        return [replace(held.entry, uses=held.uses) for held in self._held.values()]
+
+    def path_of(self, segment: int) -> str:
+        """Where a segment's file is now. Also for other threads, for segments that are pinned."""
+        return self._segments[segment].path
 
     def pin(self, entries: Iterable[Entry]) -> None:
         """Keep the segments of these groups until unpin, whatever becomes of the groups."""
@@ -280,7 +284,7 @@ class GroupStore:
         *,
         policy_version: int,
         max_staleness: int,
-        timeout_s: float = float("inf"),
+        timeout_s: float = MAX_LEASE_S,
     ) -> bool:
         """Hand out exactly these groups, or none (False) when one is not free or too stale. It may be repeated.
 
@@ -296,11 +300,10 @@ class GroupStore:
                 return False
         if len(set(group_ids)) != len(group_ids):
             return False
-        records = [pack_lease(group_id, lease_id, timeout_s) for group_id in group_ids]
-        self._log.write(b"".join(records))
+        number = int(min(timeout_s, MAX_LEASE_S) * 1e3)
+        self._log.write(b"".join(pack_event(Kind.LEASE, group_id=i, owner=lease_id, number=number) for i in group_ids))
         for group_id in group_ids:
-            self._lease(group_id, lease_id)
-        self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
+            self._lease(group_id, lease_id, number / 1e3)
         return True
 
     def renew(self, lease_id: bytes) -> bool:
@@ -411,8 +414,7 @@ class GroupStore:
                 self._add(entry)
                 self._totals["appended"] += 1
             case Kind.LEASE:
-                self._lease(group_id, record.owner)
-                self._deadlines[record.owner] = (math.inf, number / 1e3 if number else math.inf)
+                self._lease(group_id, record.owner, number / 1e3)
             case Kind.RELEASE:
                 self._release(group_id)
             case Kind.COMMIT:
@@ -425,6 +427,8 @@ class GroupStore:
                 self._quarantine(group_id)
             case Kind.GRANT:
                 self._segments.granted(entry.segment, record.owner, number)
+            case Kind.BLOCK:
+                self._segments.note_block(entry)
             case Kind.SEAL:
                 self._segments[entry.segment].writer = NO_ID
             case Kind.SPILL:
@@ -446,10 +450,11 @@ class GroupStore:
         yield from self._segments.records()
         for group_id, held in self._held.items():
             yield pack_entry(held.entry)
-            for _ in range(held.uses):
+            for _ in range(held.uses - held.entry.uses):
                 yield pack_event(Kind.USED, group_id=group_id, owner=held.last_use)
             if held.lease != NO_ID:
-                yield pack_lease(group_id, held.lease, self._deadlines[held.lease][1])
+                number = int(self._deadlines[held.lease][1] * 1e3)
+                yield pack_event(Kind.LEASE, group_id=group_id, owner=held.lease, number=number)
         yield from self._segments.seals()
         for index, name in enumerate(TOTALS):
             bits = struct.unpack("<q", struct.pack("<d", float(self._totals[name])))[0]
@@ -476,16 +481,17 @@ class GroupStore:
         return data
 
     def _add(self, entry: Entry) -> None:
-        self._held[entry.ref.group_id] = Held(entry)
+        self._held[entry.ref.group_id] = Held(entry, uses=entry.uses)
         self._segments.add(entry)
         self._free.add(entry.ref)
 
-    def _lease(self, group_id: bytes, lease_id: bytes) -> None:
+    def _lease(self, group_id: bytes, lease_id: bytes, timeout_s: float) -> None:
         held = self._held[group_id]
         self._free.remove(held.ref)
         held.lease = lease_id
         self._leased_bytes += held.ref.nbytes
         self._leases.setdefault(lease_id, {})[group_id] = None
+        self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
 
     def _release(self, group_id: bytes) -> None:
         held = self._held[group_id]

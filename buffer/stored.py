@@ -167,7 +167,7 @@ def _read_log(shard: StoredShard) -> tuple[list[Record], list[Entry]]:
             f"{path} is truncated: it ends with {num_torn} bytes that are no whole record (a write that was cut off "
             f"and never acknowledged; a shard that starts here drops them)"
         )
-    return records, [entry for entry, _ in store.held_entries()]
+    return records, store.held_entries()
 
 
 def _described(records: Iterable[Record]) -> dict[int, dict[int, Entry]]:

@@ -58,7 +58,7 @@ MALFORMED = [
     (pack({"id": 1, "op": "append", "writer": "me"}, [ENTRY]), "an identity is 32 hex digits; got 'me'"),
     (pack({"id": 1, "op": "append", "writer": ID}, [ENTRY[:-1]]), "a buffer record has 128 bytes; got 127"),
     (pack({"id": 1, "op": "append", "writer": ID}, [ENTRY[:-1] + b"x"]), "a buffer record is damaged"),
-    (pack({"id": 1, "op": "append_messages", "checksums": [CHECKSUM]}), "0 groups came with 1 checksums"),
+    (pack({"id": 1, "op": "append_messages", "checksums": [CHECKSUM], "uses": [0]}), "0 groups came with 1 checksums"),
     (pack({"id": 1, "op": "append_messages"}, [PAYLOAD]), "'checksums' must be"),
     (pack({"id": 1, "op": "grant", "writer": ID, "num_bytes": -1, "seal": -1}), "num_bytes must be"),
     (pack({"id": 1, "op": "locate"}, [b"short"]), "multiple of 16 bytes; got 5"),
@@ -68,10 +68,14 @@ MALFORMED = [
     (pack({"id": 1, "op": "snapshot_state"}), "writes no snapshot"),
 ]
 REFUSED = [
-    (pack({"id": 1, "op": "append_messages", "checksums": [7]}, [PAYLOAD]), "a checksum is 16 hex digits"),
+    (pack({"id": 1, "op": "append_messages", "checksums": [7], "uses": [0]}, [PAYLOAD]), "a checksum is 16 hex digits"),
     (pack({"id": 1, "op": "append", "writer": ID}, [ENTRY]), "segment 7 of this shard is not open for this writer"),
-    (pack({"id": 1, "op": "append_messages", "checksums": [JUNK]}, [b"junk"]), "not an Arrow record batch message"),
-    (pack({"id": 1, "op": "append_messages", "checksums": [CHECKSUM]}, [PAYLOAD[:-9]]), "corrupted"),
+    (
+        pack({"id": 1, "op": "append_messages", "checksums": [JUNK], "uses": [0]}, [b"junk"]),
+        "not an Arrow record batch message",
+    ),
+    (pack({"id": 1, "op": "append_messages", "checksums": [CHECKSUM], "uses": [0]}, [PAYLOAD[:-9]]), "corrupted"),
+    (pack({"id": 1, "op": "append_messages", "checksums": [CHECKSUM], "uses": [-1]}, [PAYLOAD]), "a count of uses is"),
 ]
 
 
@@ -107,7 +111,7 @@ def test_a_damaged_group_with_a_right_checksum_is_refused_or_stored_whole(edits:
     for position, value in edits:
         damaged[position] = value
     checksum = f"{xxhash.xxh3_64_intdigest(damaged):016x}"
-    frames = pack({"id": 1, "op": "append_messages", "checksums": [checksum]}, [bytes(damaged)])
+    frames = pack({"id": 1, "op": "append_messages", "checksums": [checksum], "uses": [0]}, [bytes(damaged)])
     with tempfile.TemporaryDirectory() as directory:
         service = ShardService(GroupStore(Path(directory)))
         logging.disable(logging.ERROR)

@@ -20,7 +20,7 @@ from asyncrl.buffer.sampling import ORDERS, Sampling
 from asyncrl.buffer.schema import EncodedGroup, decode_group, encode_group
 from asyncrl.buffer.segment_table import StoreSettings
 from asyncrl.buffer.segments import SegmentWriter, WriterLock, metadata_length
-from asyncrl.buffer.store import GRACE_S, GroupStore
+from asyncrl.buffer.store import GroupStore
 from asyncrl.errors import ReplayBufferError
 from tests.buffer.groups import lease_id, make_group
 
@@ -132,7 +132,7 @@ class ShardModel(RuleBasedStateMachine):
     @rule()
     def the_shard_dies(self) -> None:
         self.open_store()
-        self.deadlines = dict.fromkeys(self.leases, self.clock + max(GRACE_S, LEASE_S))
+        self.deadlines = dict.fromkeys(self.leases, self.clock + LEASE_S)
 
     @rule()
     def compact(self) -> None:
@@ -211,7 +211,7 @@ class ShardModel(RuleBasedStateMachine):
         if not self.leases or self.max_uses > 1:
             return
         lease = data.draw(st.sampled_from(sorted(self.leases)))
-        self.clock += LEASE_S + 61.0
+        self.clock += LEASE_S + 1.0
         self.store.expire_leases()
         groups = self.leases[lease]
         self.expire_in_model()
