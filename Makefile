@@ -1,9 +1,11 @@
 # Everything runs from a virtual environment in .venv, made by the first target that needs it.
 #   make demo   the whole story: a small model, supervised warm-up, then asynchronous GRPO (a few minutes on 2 cores)
 #   make test   unit and integration tests
+#   make soak   kill and stop the buffer's processes for an hour (MINUTES=60)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+MINUTES ?= 60
 # A machine with a GPU gets the CUDA build of vLLM, any other the CPU build. Both install the same module: never both.
 ENGINE ?= $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes),gpu,cpu)
 # The CPU build of torch is not on PyPI: take it from pip's find-links folder if there is one, else from torch's index.
@@ -11,7 +13,7 @@ ifeq ($(ENGINE),cpu)
 UV_TORCH := $(if $(wildcard $(PIP_FIND_LINKS)/torch-*+cpu*.whl),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 endif
 
-.PHONY: setup demo test test-unit lint clean
+.PHONY: setup demo test test-unit soak lint clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/installed-$(ENGINE)
@@ -33,6 +35,9 @@ test: setup
 
 test-unit: setup
 	$(BIN)/python -m pytest tests -m "not integration"
+
+soak: setup
+	$(BIN)/python -m tests.buffer.soak --minutes $(MINUTES)
 
 lint: setup
 	$(BIN)/ruff check .

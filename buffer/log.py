@@ -1,7 +1,8 @@
 """The log of one shard: what happened to its groups, in order, so that a new process continues where a killed one was.
 
-A record that was not written whole ends the log: what it stood for was never acknowledged. Compaction replaces the
-file by the records that lead to the present state, under a temporary name and a rename, so that either one is there.
+A record that was not written whole ends the log: what it stood for was never acknowledged; so does room that was
+allocated ahead. Compaction replaces the file by the records that lead to the present state, under a temporary name and
+a rename, so that either one is there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from asyncrl.errors import ReplayBufferError
 
 COMPACT_FROM = 1 << 14
 """A log shorter than this many records is never compacted."""
+RESERVE_BYTES = 1 << 18
+"""Room for 2,048 records."""
 
 
 class ShardLog:
@@ -25,7 +28,7 @@ class ShardLog:
         self._path = path
         self._sync = sync
         self._fd = self._open(path)
-        self._end = os.fstat(self._fd).st_size
+        self._end = self._allocated = os.fstat(self._fd).st_size
         self._compacted = 0
 
     @property
@@ -48,17 +51,28 @@ class ShardLog:
                 yield unpack_record(record)
             except ReplayBufferError as error:
                 raise ReplayBufferError(f"{self._path}, record {index}: {error}") from error
-        self._end = len(whole) * RECORD_BYTES
+        self._end = self._allocated = len(whole) * RECORD_BYTES
         os.ftruncate(self._fd, self._end)
 
-    def write(self, records: bytes) -> None:
-        """Append whole records. Raises ReplayBufferError, with the log as before, when there is no room."""
+    def write(self, records: bytes, *, grows: bool = False) -> None:
+        """Append whole records. Raises ReplayBufferError, with the log as before, when there is no room.
+
+        Args:
+            grows: they add groups or segments. RESERVE_BYTES are kept from these, so that on a full disk what is there
+                can still be leased, committed and evicted.
+        """
+        try:
+            self._allocate(self._end + len(records) + RESERVE_BYTES)
+        except OSError as error:
+            if grows:
+                raise ReplayBufferError(f"the buffer's log {self._path} has no room: {error.strerror}") from error
         try:
             pwrite_all(self._fd, records, self._end)
             if self._sync:
                 os.fdatasync(self._fd)
         except (ReplayBufferError, OSError) as error:
             os.ftruncate(self._fd, self._end)  # the first records of several may be there, whole
+            self._allocated = self._end
             raise ReplayBufferError(f"the buffer's log {self._path} cannot be written: {error}") from error
         self._end += len(records)
 
@@ -78,10 +92,16 @@ class ShardLog:
             temporary.unlink(missing_ok=True)
             raise
         os.close(self._fd)
-        self._fd, self._end, self._compacted = fd, len(data), len(data) // RECORD_BYTES
+        self._fd, self._compacted = fd, len(data) // RECORD_BYTES
+        self._end = self._allocated = len(data)
 
     def close(self) -> None:
         os.close(self._fd)
+
+    def _allocate(self, num_bytes: int) -> None:
+        if num_bytes > self._allocated:
+            os.posix_fallocate(self._fd, self._allocated, num_bytes + RESERVE_BYTES - self._allocated)
+            self._allocated = num_bytes + RESERVE_BYTES
 
     @staticmethod
     def _open(path: Path) -> int:

@@ -15,7 +15,7 @@ from asyncrl.errors import ReplayBufferError
 
 Durability = Literal["memory", "disk", "fsync"]
 NUM_RECYCLED = 8
-RECYCLED = ".recycled"
+RECYCLED, TEMPORARY = ".recycled", ".tmp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ class SegmentTable:
     """All segments of one shard, in `directory`.
 
     Args:
-        log: writes records, before anything depends on them.
+        log: ShardLog.write; writes records, before anything depends on them.
     """
 
-    def __init__(self, directory: Path, settings: StoreSettings, *, log: Callable[[bytes], None]) -> None:
+    def __init__(self, directory: Path, settings: StoreSettings, *, log: Callable[..., None]) -> None:
         self._directory = directory
         self._settings = settings
         self._sync = settings.durability == "fsync"
@@ -100,14 +100,18 @@ class SegmentTable:
         return sum(os.path.getsize(path) for path in self._recycled)
 
     def grant(self, writer: bytes, num_bytes: int) -> Segment | None:
-        """A segment with room for a message of that size, for this writer alone; None when the shard is full."""
+        """A segment with room for a message of that size, for this writer alone; None when the shard is full.
+
+        Raises ReplayBufferError when there is no room on the disk, to spill to or for the segment itself.
+        """
         capacity = max(self._settings.segment_bytes, len(PREFIX) + aligned(num_bytes))
         if self.bytes_in_use + capacity > self._settings.capacity_bytes:
             return None
+        self._spill_if_over_budget()
         number = self._last + 1
         path = segment_path(self._directory, number, sealed=False)
         open_segment(path, self._recycled.pop() if self._recycled else None)
-        self._log(pack_event(Kind.GRANT, owner=writer, segment=number, number=capacity))
+        self._log(pack_event(Kind.GRANT, owner=writer, segment=number, number=capacity), grows=True)
         return self.granted(number, writer, capacity)
 
     def granted(self, number: int, writer: bytes, capacity: int) -> Segment:
@@ -155,9 +159,7 @@ class SegmentTable:
         self._log(pack_event(Kind.SEAL, segment=segment.number))
         segment.path = seal_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
         segment.writer = NO_ID
-        if segment.num_live:
-            self._spill_if_over_budget()
-        else:
+        if not segment.num_live:
             self._recycle(segment)
 
     def recover(self) -> None:
@@ -182,7 +184,7 @@ class SegmentTable:
             for path in () if directory is None or not directory.is_dir() else directory.iterdir():
                 if path.suffix == RECYCLED and directory == self._directory and str(path) not in self._recycled:
                     self._recycled.append(str(path))
-                elif path.suffix in (SEALED, OPEN) and str(path) not in known:
+                elif path.suffix in (SEALED, OPEN, TEMPORARY) and str(path) not in known:
                     path.unlink()
 
     def records(self) -> Iterator[bytes]:
@@ -231,7 +233,7 @@ class SegmentTable:
 
     def _spill(self, segment: Segment) -> None:
         target = self._spilled_path(segment.number)
-        temporary = target + ".tmp"
+        temporary = target + TEMPORARY
         try:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             shutil.copyfile(segment.path, temporary)
@@ -240,13 +242,15 @@ class SegmentTable:
                     os.fsync(file.fileno())
             os.rename(temporary, target)
         except OSError as error:
+            Path(temporary).unlink(missing_ok=True)
             raise ReplayBufferError(f"a segment cannot be moved to {target}: {error.strerror}") from error
         self._log(pack_event(Kind.SPILL, segment=segment.number))
-        if len(self._recycled) < NUM_RECYCLED:
-            self._reuse(segment.path)
-        else:
-            os.unlink(segment.path)
+        in_memory = segment.path
         segment.path, segment.spilled = target, True
+        if len(self._recycled) < NUM_RECYCLED:
+            self._reuse(in_memory)
+        else:
+            os.unlink(in_memory)
 
     def _spilled_path(self, number: int) -> str:
         assert self._settings.spill_dir is not None

@@ -123,7 +123,8 @@ class GroupStore:
             for segment in {entry.segment for entry in accepted.values()}:
                 self._reader.sync(self._segments[segment].path)
         if accepted:
-            self._log.write(b"".join(pack_entry(entry, Kind.APPEND, writer) for entry in accepted.values()))
+            records = (pack_entry(entry, Kind.APPEND, writer) for entry in accepted.values())
+            self._log.write(b"".join(records), grows=True)
         for entry in accepted.values():
             self._add(entry)
         self._totals["appended"] += len(accepted)
