@@ -2,9 +2,11 @@
 #   make demo   the whole story: a small model, supervised warm-up, then asynchronous GRPO (a few minutes on 2 cores)
 #   make test   unit and integration tests
 #   make bench  the replay buffer beside others (several minutes; benchmarks/buffer.py --quick: one)
+#   make soak   kill and stop the buffer's processes for an hour (MINUTES=60)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+MINUTES ?= 60
 # A machine with a GPU gets the CUDA build of vLLM, any other the CPU build. Both install the same module: never both.
 ENGINE ?= $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes),gpu,cpu)
 # The CPU build of torch is not on PyPI: take it from pip's find-links folder if there is one, else from torch's index.
@@ -37,12 +39,10 @@ test: setup
 test-unit: setup
 	$(BIN)/python -m pytest tests -m "not integration"
 
-# The replay buffer beside others, and by size, durability and faults (minutes).
+# The replay buffer beside others, and by size, durability and faults.
 bench: setup
 	$(BIN)/python benchmarks/buffer.py
 
-# An hour of a replay buffer under random kills; MINUTES=5 for less.
-MINUTES ?= 60
 soak: setup
 	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
 

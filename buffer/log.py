@@ -1,7 +1,8 @@
 """The log of one shard: what happened to its groups, in order, so that a new process continues where a killed one was.
 
-A record that was not written whole ends the log: what it stood for was never acknowledged. Compaction replaces the
-file by the records that lead to the present state, under a temporary name and a rename, so that either one is there.
+A record that was not written whole ends the log: what it stood for was never acknowledged; so does room that was
+allocated ahead. Compaction replaces the file by the records that lead to the present state, under a temporary name and
+a rename, so that either one is there.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from asyncrl.errors import ReplayBufferError
 
 LOG = "log"
 """Its name in the shard's folder."""
-RESERVE_BYTES = 1 << 19
-"""Room that is set aside after the end, as zeros: 4,096 records for leases and commits on a disk that is full, which
-make room again."""
 COMPACT_FROM = 1 << 14
 """A log shorter than this many records is never compacted."""
+RESERVE_BYTES = 1 << 18
+"""Room for 2,048 records, set aside after the end as zeros."""
 
 
 class ShardLog:
@@ -30,9 +30,8 @@ class ShardLog:
         self._path = path
         self._sync = sync
         self._fd = self._open(path)
-        self._end = os.fstat(self._fd).st_size
+        self._end = self._allocated = os.fstat(self._fd).st_size
         self._compacted = 0
-        self._reserved = self._end
 
     @property
     def num_records(self) -> int:
@@ -47,37 +46,30 @@ class ShardLog:
         """The records so far; a torn end is cut off. Raises ReplayBufferError when one in the middle is damaged."""
         whole = _whole_records(_written(os.pread(self._fd, self._end, 0)))
         yield from _unpack(whole, self._path)
-        self._end = len(whole) * RECORD_BYTES
+        self._end = self._allocated = len(whole) * RECORD_BYTES
         os.ftruncate(self._fd, self._end)
-        self._reserved = self._end
 
-    def write(self, records: bytes, *, for_more: bool = False) -> None:
+    def write(self, records: bytes, *, grows: bool = False) -> None:
         """Append whole records. Raises ReplayBufferError, with the log as before, when there is no room.
 
         Args:
-            for_more: they take in more groups, and may not use up the reserve.
+            grows: they add groups or segments. RESERVE_BYTES are kept from these, so that on a full disk what is there
+                can still be leased, committed and evicted.
         """
-        self._reserve(self._end + len(records), needed=for_more)
+        try:
+            self._allocate(self._end + len(records) + RESERVE_BYTES)
+        except OSError as error:
+            if grows:
+                raise ReplayBufferError(f"the buffer's log {self._path} has no room: {error.strerror}") from error
         try:
             pwrite_all(self._fd, records, self._end)
             if self._sync:
                 os.fdatasync(self._fd)
         except (ReplayBufferError, OSError) as error:
             os.ftruncate(self._fd, self._end)  # the first records of several may be there, whole
-            self._reserved = self._end
+            self._allocated = self._end
             raise ReplayBufferError(f"the buffer's log {self._path} cannot be written: {error}") from error
         self._end += len(records)
-
-    def _reserve(self, end: int, *, needed: bool) -> None:
-        """Set room aside after `end`. Raises ReplayBufferError when it is needed and there is none."""
-        if end + RESERVE_BYTES // 2 <= self._reserved:
-            return
-        try:
-            os.posix_fallocate(self._fd, self._reserved, end + RESERVE_BYTES - self._reserved)
-            self._reserved = end + RESERVE_BYTES
-        except OSError as error:
-            if needed:
-                raise ReplayBufferError(f"{self._path} cannot be written: {error.strerror}") from error
 
     def compact(self, records: Iterable[bytes]) -> None:
         """Replace the whole log by these records."""
@@ -95,12 +87,17 @@ class ShardLog:
             temporary.unlink(missing_ok=True)
             raise
         os.close(self._fd)
-        self._fd, self._end, self._compacted = fd, len(data), len(data) // RECORD_BYTES
-        self._reserved = self._end
+        self._fd, self._compacted = fd, len(data) // RECORD_BYTES
+        self._end = self._allocated = len(data)
 
     def close(self) -> None:
         os.ftruncate(self._fd, self._end)
         os.close(self._fd)
+
+    def _allocate(self, num_bytes: int) -> None:
+        if num_bytes > self._allocated:
+            os.posix_fallocate(self._fd, self._allocated, num_bytes + RESERVE_BYTES - self._allocated)
+            self._allocated = num_bytes + RESERVE_BYTES
 
     @staticmethod
     def _open(path: Path) -> int:

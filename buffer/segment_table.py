@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 Durability = Literal["memory", "disk", "fsync"]
 NUM_RECYCLED = 8
-RECYCLED = ".recycled"
+RECYCLED, TEMPORARY = ".recycled", ".tmp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ class SegmentTable:
     """All segments of one shard, in `directory`.
 
     Args:
-        log: writes records, before anything depends on them.
+        log: ShardLog.write; writes records, before anything depends on them.
     """
 
-    def __init__(self, directory: Path, settings: StoreSettings, *, log: Callable[[bytes], None]) -> None:
+    def __init__(self, directory: Path, settings: StoreSettings, *, log: Callable[..., None]) -> None:
         self._directory = directory
         self._settings = settings
         self._sync = settings.durability == "fsync"
@@ -110,17 +110,21 @@ class SegmentTable:
         return sum(os.path.getsize(path) for path in self._recycled)
 
     def grant(self, writer: bytes, num_bytes: int) -> Segment | None:
-        """A segment with room for a message of that size, for this writer alone; None when the shard is full."""
+        """A segment with room for a message of that size, for this writer alone; None when the shard is full.
+
+        Raises ReplayBufferError when there is no room on the disk, to spill to or for the segment itself.
+        """
         capacity = max(self._settings.segment_bytes, len(PREFIX) + aligned(num_bytes))
         if self.bytes_in_use + capacity > self._settings.capacity_bytes:
             return None
+        self._spill_if_over_budget()
         number = self._last + 1
         path = segment_path(self._directory, number, sealed=False)
         used = max(self._recycled, key=os.path.getsize, default=None)  # a full disk gives no more pages
         open_segment(path, used)
         if used is not None:
             self._recycled.remove(used)
-        self._log(pack_event(Kind.GRANT, owner=writer, segment=number, number=capacity))
+        self._log(pack_event(Kind.GRANT, owner=writer, segment=number, number=capacity), grows=True)
         return self.granted(number, writer, capacity)
 
     def granted(self, number: int, writer: bytes, capacity: int) -> Segment:
@@ -176,9 +180,7 @@ class SegmentTable:
             except ReplayBufferError as error:
                 logger.warning("a segment has no footer yet: %s", error)
         segment.writer = NO_ID
-        if segment.num_live:
-            self._spill_if_over_budget()
-        else:
+        if not segment.num_live:
             self._recycle(segment)
 
     def recover(self) -> None:
@@ -203,7 +205,7 @@ class SegmentTable:
             for path in () if directory is None or not directory.is_dir() else directory.iterdir():
                 if path.suffix == RECYCLED and directory == self._directory and str(path) not in self._recycled:
                     self._recycled.append(str(path))
-                elif path.suffix in (SEALED, OPEN) and str(path) not in known:
+                elif path.suffix in (SEALED, OPEN, TEMPORARY) and str(path) not in known:
                     path.unlink()
 
     def records(self) -> Iterator[bytes]:
@@ -252,7 +254,7 @@ class SegmentTable:
 
     def _spill(self, segment: Segment) -> None:
         target = self._spilled_path(segment.number)
-        temporary = target + ".tmp"
+        temporary = target + TEMPORARY
         try:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             shutil.copyfile(segment.path, temporary)
@@ -261,13 +263,15 @@ class SegmentTable:
                     os.fsync(file.fileno())
             os.rename(temporary, target)
         except OSError as error:
+            Path(temporary).unlink(missing_ok=True)
             raise ReplayBufferError(f"a segment cannot be moved to {target}: {error.strerror}") from error
         self._log(pack_event(Kind.SPILL, segment=segment.number))
-        if len(self._recycled) < NUM_RECYCLED:
-            self._reuse(segment.path)
-        else:
-            os.unlink(segment.path)
+        in_memory = segment.path
         segment.path, segment.spilled = target, True
+        if len(self._recycled) < NUM_RECYCLED:
+            self._reuse(in_memory)
+        else:
+            os.unlink(in_memory)
 
     def _spilled_path(self, number: int) -> str:
         assert self._settings.spill_dir is not None

@@ -280,7 +280,10 @@ class SegmentReader:
 
     def read(self, path: str, offset: int, num_bytes: int) -> bytes:
         """A private copy: whatever happens to the segment afterwards, these bytes stay."""
-        data = os.pread(self._file(path), num_bytes, offset)
+        try:
+            data = os.pread(self._file(path), num_bytes, offset)
+        except OSError as error:
+            raise ReplayBufferError(f"buffer segment {path} cannot be read: {error.strerror}") from error
         if len(data) != num_bytes:
             raise ReplayBufferError(f"buffer segment {path} is truncated: {len(data)} of {num_bytes} bytes at {offset}")
         return data

@@ -156,7 +156,7 @@ class GroupStore:
             for segment in {entry.segment for entry in accepted.values()}:
                 self._reader.sync(self._segments[segment].path)
         if accepted:
-            self._log.write(b"".join(pack_entry(entry) for entry in accepted.values()), for_more=True)
+            self._log.write(b"".join(pack_entry(entry) for entry in accepted.values()), grows=True)
         for entry in accepted.values():
             self._add(entry)
         self._totals["appended"] += len(accepted)

@@ -375,7 +375,7 @@ def test_corruption_is_detected_on_append(store: GroupStore):
 def test_a_log_without_room_stores_nothing(store: GroupStore, monkeypatch: pytest.MonkeyPatch):
     put(store, 0)
 
-    def full(self: ShardLog, records: bytes, *, for_more: bool = False) -> None:
+    def full(self: ShardLog, records: bytes, *, grows: bool = False) -> None:
         raise ReplayBufferError("a buffer segment cannot be written: No space left on device")
 
     with monkeypatch.context() as patch:
