@@ -6,29 +6,37 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from asyncrl.buffer import ShardAddress
+from asyncrl.buffer import ShardAddress, StoreSettings
 from asyncrl.buffer.segments import IDENTITY
 from asyncrl.buffer.shard import ShardService
 from asyncrl.buffer.store import GroupStore
 
 Tamper = Callable[[list[Any], list[Any]], list[Any] | None]
+Deliver = Callable[[list[Any]], Sequence[list[Any]]]
 
 
 @contextmanager
-def faulty_shard(tamper: Tamper, *, local: bool = True) -> Iterator[ShardAddress]:
-    """`tamper(request, reply)` returns the frames to send instead of the reply; None sends nothing.
+def faulty_shard(
+    tamper: Tamper,
+    *,
+    local: bool = True,
+    deliver: Deliver = lambda reply: [reply],
+    settings: StoreSettings | None = None,
+) -> Iterator[ShardAddress]:
+    """`tamper(request, reply)` returns the frames to send instead of the reply; None sends nothing. `deliver(reply)`
+    returns all replies to send in its place, earlier ones included.
 
     local: clients find the shard's files; otherwise everything goes over the socket.
     """
     directory = Path(tempfile.mkdtemp())
-    store = GroupStore(directory)
+    store = GroupStore(directory, settings)
     if local:
         (directory / IDENTITY).write_text(json.dumps({"token": "t", "port": 1}))
     context = zmq.Context()
@@ -42,8 +50,8 @@ def faulty_shard(tamper: Tamper, *, local: bool = True) -> Iterator[ShardAddress
             if router.poll(20):
                 client, *request = router.recv_multipart()
                 reply = tamper(request, service.handle(request))
-                if reply is not None:
-                    router.send_multipart([client, *reply])
+                for frames in () if reply is None else deliver(reply):
+                    router.send_multipart([client, *frames])
         router.close(linger=0)
 
     thread = threading.Thread(target=serve)

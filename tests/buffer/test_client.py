@@ -163,6 +163,54 @@ def test_a_request_without_an_answer_is_sent_again(monkeypatch: pytest.MonkeyPat
             assert {"append" if local else "append_messages", "lease", "commit", "release"} <= set(lost)
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_answers_that_come_twice_and_late_are_told_apart(local: bool):
+    """Before each answer comes the one to an earlier request again, and each comes twice."""
+    earlier: list[list] = []
+
+    def again_and_twice(reply: list) -> list[list]:
+        earlier.append(reply)
+        return [*earlier[-3:], reply]
+
+    def unchanged(request: list, reply: list) -> list:
+        return reply
+
+    with faulty_shard(unchanged, local=local, deliver=again_and_twice) as address, ReplayBuffer([address]) as buffer:
+        for number in range(6):
+            assert buffer.append(make_group(number)) is True
+            assert buffer.append(make_group(number)) is False
+        lease, rest = buffer.lease(4, **NOW), buffer.lease(2, **NOW)
+        assert lease is not None and rest is not None
+        assert [group.number for group in buffer.read([*lease.refs, *rest.refs])] == [0, 1, 2, 3, 4, 5]
+        buffer.commit(lease)
+        buffer.release(rest)
+        stats = buffer.stats()
+        assert (stats.appended, stats.committed, stats.groups, stats.is_balanced) == (6, 4, 2, True)
+
+
+def test_a_writer_gets_another_segment_when_the_answer_to_its_wish_for_one_was_late():
+    """It has let go of the old one, which the shard has sealed: nothing is written there again."""
+    lost: list[bool] = []
+
+    def lose_second_grant(request: list, reply: list) -> list | None:
+        if op_of(request) == "grant":
+            lost.append(True)
+            return None if len(lost) == 2 else reply
+        return reply
+
+    small = StoreSettings(segment_bytes=20_000)
+    with faulty_shard(lose_second_grant, settings=small) as address, ReplayBuffer([address], timeout_s=0.3) as buffer:
+        buffer.append_many([make_group(0), make_group(1)])
+        with pytest.raises(ReplayBufferError, match="did not answer grant"):
+            buffer.append(make_group(2, length=600))
+        groups = [make_group(3), make_group(2, length=600)]  # the first would have fitted in the old one
+        assert buffer.append_many(groups) == [True, True]
+        lease = buffer.lease(4, **NOW)
+        assert lease is not None
+        assert [g.number for g in buffer.read(lease.refs)] == [0, 1, 2, 3]
+        assert buffer.stats().quarantined == 0
+
+
 def test_a_repeated_append_goes_to_the_shard_that_may_have_it():
     answers = threading.Event()
 

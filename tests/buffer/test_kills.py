@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncrl.buffer import ReplayBuffer, ShardAddress, ShardServer
@@ -60,6 +61,17 @@ class Shard:
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
+
+    def stop(self) -> None:
+        """Returns when it is stopped."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+        status = psutil.Process(self.process.pid).status
+        wait_until(lambda: status() == psutil.STATUS_STOPPED, within_s=10, what=status)
+
+    def wake(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
 
 
 @pytest.fixture
@@ -156,3 +168,34 @@ def test_two_processes_cannot_serve_one_directory(shard: Shard):
         ShardServer(shard.directory).start()
     identity = json.loads((shard.directory / "identity").read_text())
     assert shard.address.endpoint.endswith(f":{identity['port']}")
+
+
+def test_a_shard_that_was_stopped_longer_than_a_lease_lasts_still_honours_it(shard: Shard):
+    """The renewals that came meanwhile lie unread in its socket when it wakes."""
+    with ReplayBuffer([shard.address]) as holder, ReplayBuffer([shard.address]) as other:
+        holder.append_many([make_group(n) for n in range(2)])
+        lease = holder.lease(2, **NOW, timeout_s=4.0)
+        assert lease is not None
+        shard.stop()
+        threading.Timer(5.5, shard.wake).start()
+        assert other.lease(1, **NOW) is None  # answered at the wake-up
+        holder.commit(lease)
+        assert other.stats().committed == 2
+
+
+def test_a_stopped_shard_does_not_hold_up_the_renewals_at_another(shard: Shard, tmp_path: Path):
+    second = Shard(tmp_path / "second")
+    with ReplayBuffer([shard.address, second.address]) as holder, ReplayBuffer([second.address]) as other:
+        other.append_many([make_group(n) for n in range(2)])
+        holder.append(make_group(2))  # to the shard with fewer bytes
+        lease = holder.lease(3, **NOW, timeout_s=2.0)
+        assert lease is not None
+        shard.stop()
+        waiting = threading.Thread(target=holder.stats)
+        waiting.start()
+        time.sleep(3.0)  # longer than the lease lasts without a renewal
+        assert other.lease(1, **NOW) is None
+        shard.wake()
+        waiting.join()
+        holder.commit(lease)
+    second.kill()

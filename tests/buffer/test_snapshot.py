@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from asyncrl.buffer import SCHEMA, ReplayBuffer
-from asyncrl.buffer.snapshot import MANIFEST
+from asyncrl.buffer import SCHEMA, ReplayBuffer, Sampling, StoreSettings
+from asyncrl.buffer.snapshot import MANIFEST, SnapshotWriter
 from asyncrl.errors import ReplayBufferError
+from tests.buffer.faulty import faulty_shard
 from tests.buffer.groups import assert_same_group, make_group
 
 NOW = {"policy_version": 0, "max_staleness": 0}
@@ -100,3 +103,52 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path):
         with pytest.raises(ReplayBufferError, match="could not be written"):
             buffer.snapshot(tmp_path, policy_version=0)
         assert not (tmp_path / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_restored_group_is_not_used_more_often_than_it_may(tmp_path: Path, local: bool):
+    twice = Sampling("uniform", max_uses=2)
+    with ReplayBuffer.local(2) as buffer:
+        buffer.append_many([make_group(n) for n in range(6)])
+        lease = buffer.lease(4, **NOW, sampling=twice)
+        assert lease is not None
+        buffer.commit(lease)
+        used = {ref.number for ref in lease.refs}
+        buffer.snapshot(tmp_path, policy_version=0)
+    with faulty_shard(lambda request, reply: reply, local=local) as address, ReplayBuffer([address]) as buffer:
+        buffer.restore(tmp_path)
+        buffer.snapshot(tmp_path / "again", policy_version=0)
+        lease = buffer.lease(6, **NOW, sampling=twice)
+        assert lease is not None
+        buffer.commit(lease)
+        assert (buffer.stats().committed, buffer.stats().groups) == (4, 2)
+        rest = buffer.lease(2, **NOW, sampling=twice)
+        assert rest is not None and {ref.number for ref in rest.refs} == set(range(6)) - used
+    manifests = [json.loads((folder / MANIFEST).read_text()) for folder in (tmp_path, tmp_path / "again")]
+    uses = [{k: v for file in m["files"].values() for k, v in file["uses"].items()} for m in manifests]
+    assert uses[0] == uses[1] == {make_group(n).group_id.hex(): 1 for n in used}
+
+
+def test_a_snapshot_follows_segments_that_are_renamed_and_spilled_meanwhile(tmp_path: Path, monkeypatch):
+    """The copy waits until every segment has been sealed, spilled and its memory used by others."""
+    began, goes_on = threading.Event(), threading.Event()
+    write = SnapshotWriter._write
+
+    def held_up(self: SnapshotWriter):
+        began.set()
+        goes_on.wait(20)
+        return write(self)
+
+    monkeypatch.setattr(SnapshotWriter, "_write", held_up)
+    settings = StoreSettings(segment_bytes=20_000, memory_bytes=30_000, spill_dir=tmp_path / "spilled")
+    with ReplayBuffer.local(1, settings=settings) as buffer, ThreadPoolExecutor(1) as pool:
+        buffer.append_many([make_group(n, length=400) for n in range(5)])
+        snapshot = pool.submit(buffer.snapshot, tmp_path / "snapshot", policy_version=0)
+        assert began.wait(20)
+        buffer.append_many([make_group(n, length=400) for n in range(5, 40)])
+        goes_on.set()
+        assert snapshot.result() == 5
+    with ReplayBuffer.local(1) as other:
+        other.restore(tmp_path / "snapshot")
+        lease = other.lease(5, **NOW)
+        assert lease is not None and [ref.number for ref in lease.refs] == list(range(5))

@@ -450,3 +450,59 @@ def test_kept_groups_stay_in_the_log_however_long_it_is(tmp_path: Path, monkeypa
     (file,) = tmp_path.glob("*.arrow")
     assert pa.ipc.open_file(pa.memory_map(str(file))).num_record_batches == 10
     assert (again.stats().appended, again.stats().committed) == (10, 10)
+
+
+def compacted(store: GroupStore, **settings) -> GroupStore:
+    """After a compaction of the log, the same directory in another process."""
+    store._log.compact(store._records())
+    return reopened(store, **settings)
+
+
+def test_leases_keep_their_timeout_through_a_restart_and_a_compaction(tmp_path: Path):
+    clock = [0.0]
+    store = GroupStore(tmp_path, now=lambda: clock[0])
+    ids = [put(store, n) for n in range(2)]
+    store.lease(A, ids[:1], **NOW, timeout_s=600.0)
+    store.lease(B, ids[1:], **NOW, timeout_s=5.0)
+    for _ in range(2):
+        clock[0] += 300.0
+        store = GroupStore(tmp_path, now=lambda: clock[0])
+        assert store.expire_leases() == 0  # their holders may live: all of the timeout begins again
+        store._log.compact(store._records())
+    clock[0] += 6.0
+    assert store.expire_leases() == 1 and offered(store, 9) == [1]
+    clock[0] += 600.0
+    assert store.expire_leases() == 1
+
+
+def test_the_number_of_a_segment_is_never_given_again(tmp_path: Path):
+    """A client may have the old file of that name open."""
+    store = GroupStore(tmp_path, StoreSettings(segment_bytes=20_000))
+    ids = [put(store, n, length=400) for n in range(12)]
+    last = max(store.locate(i)[0].segment for i in ids)
+    store.lease(A, ids, **NOW)
+    store.commit(A, ids)
+    store.close()
+    other = compacted(GroupStore(tmp_path, StoreSettings(segment_bytes=20_000)), segment_bytes=20_000)
+    assert other.locate(put(other, 50))[0].segment > last
+
+
+def test_a_kept_segment_keeps_its_groups_through_a_compaction(tmp_path: Path):
+    store = GroupStore(tmp_path, StoreSettings(keep=True))
+    ids = [put(store, n) for n in range(4)]
+    store.lease(A, ids[1:], **NOW)
+    store.commit(A, ids[1:])
+    compacted(store, keep=True).close()
+    (file,) = tmp_path.glob("*.arrow")
+    assert pa.ipc.open_file(pa.memory_map(str(file))).read_all()["number"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_uses_come_with_a_group_and_count(store: GroupStore):
+    message = encode_group(make_group(0)).message
+    store.append_message(message, checksum=xxhash.xxh3_64_intdigest(message), uses=1)
+    for again in (store, reopened(store), compacted(store)):
+        (held,) = again.held_entries()
+        assert held.uses == 1
+    store.lease(A, [held.ref.group_id], **NOW)
+    store.commit(A, [held.ref.group_id], max_uses=2)
+    assert (store.stats().committed, store.stats().uses) == (1, 1)
