@@ -84,8 +84,8 @@ class _LaunchHelp(argparse.Action):
         options = {
             "--config FILE": "TOML file with the settings of the job",
             "--dry-run": "check everything, print all settings in force and the placement of processes, start nothing",
-            "--address ADDRESS": "Ray cluster to run on (auto, HOST:PORT, ray://HOST:PORT); omitted: the one that runs "
-            "on this machine, or a new one for the time of the run",
+            "--address ADDRESS": "Ray cluster to run on (auto, HOST:PORT, ray://HOST:PORT); omitted: the one that "
+            "`ray start` runs on this machine, or a new one for the time of the run; local: always a new one",
         }
         print(f"usage: {LAUNCH_USAGE}\n\n{LAUNCH_HELP}\noptions:")
         for option, meaning in options.items():

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray._private.utils import read_ray_address
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 5.0
-EMBEDDED = "asyncrl-embedded"
-"""Resource that marks a Ray which a run started for itself: no other run joins it, since it ends with the first."""
 SYSTEM_CONFIG = {"kill_child_processes_on_worker_exit_with_raylet_subreaper": True}
 """An engine's inner processes end with their actor, even one that was killed."""
 
@@ -35,22 +34,24 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
     """Connect to Ray for the length of a run and yield the placement that fits it.
 
     Args:
-        address: a cluster to join; None: the one that `ray start` runs on this machine, else a new one that ends with
-            the run. A new one on CPUs gets as many logical CPUs as the run asks for, so that a laptop with two cores
-            runs every example.
+        address: a cluster to join; "auto": the one that RAY_ADDRESS names or `ray start` runs on this machine; None: as
+            "auto", or where there is none a new one that ends with the run; "local": always a new one. A new one on
+            CPUs gets as many logical CPUs as the run asks for, so that a laptop with two cores runs every example.
 
     Raises:
         ConfigError: no cluster at that address, or it is too small.
     """
     options = {"log_to_driver": False, "logging_level": logging.ERROR}
-    try:
-        _probe(address)
-        ray.init(address=address or "auto", **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        if address is not None:
-            raise ConfigError(f"--address {address}: no Ray cluster answers there ({_first_line(error)})") from error
-    if address is None and ray.is_initialized() and EMBEDDED in ray.cluster_resources():
-        ray.shutdown()
+    wanted = _running_cluster() if address in (None, "auto") else address
+    if wanted is None and address == "auto":
+        raise ConfigError("--address auto: no Ray cluster runs on this machine; start one with `ray start --head`")
+    if wanted not in (None, "local"):
+        try:
+            _probe(wanted)
+            ray.init(address=wanted, **options)
+        except (OSError, ValueError, RuntimeError) as error:
+            if address is not None or os.environ.get("RAY_ADDRESS"):
+                raise ConfigError(f"--address {wanted}: no Ray cluster answers there ({_first_line(error)})") from error
     if not ray.is_initialized():
         _start_embedded(config, options)
     try:
@@ -60,6 +61,12 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
         yield placement
     finally:
         ray.shutdown()
+
+
+def _running_cluster() -> str | None:
+    """Not one that another program started for itself, which would end with it."""
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    return (read_ray_address() or None) if address == "auto" else address
 
 
 def check_fits(placement: Placement, resources: Mapping[str, float]) -> None:
@@ -80,7 +87,6 @@ def _start_embedded(config: JobConfig, options: dict[str, Any]) -> None:
         address="local",
         num_cpus=num_cpus,
         num_gpus=num_gpus,
-        resources={EMBEDDED: 1},
         include_dashboard=False,
         _system_config=SYSTEM_CONFIG,
         **options,
@@ -144,10 +150,8 @@ def explain(error: RayError, run_folder: RunFolder) -> AsyncRLError:
     return AsyncRLError(f"{type(cause).__name__}: {cause} (traceback: {run_folder.log('driver')})")
 
 
-def _probe(address: str | None) -> None:
+def _probe(address: str) -> None:
     """Raises OSError or ValueError when nothing listens at HOST:PORT: Ray itself would try for many minutes."""
-    if address is None or address in ("auto", "local"):
-        return
     url = urlsplit(address if "://" in address else f"ray://{address}")
     if url.hostname is None or url.port is None:
         raise ValueError("an address is auto, HOST:PORT or ray://HOST:PORT")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from asyncrl.cluster import check_fits, explain
+from asyncrl import cluster
+from asyncrl.cluster import check_fits, explain, ray_cluster
 from asyncrl.config import RLConfig
 from asyncrl.errors import AsyncRLError, ConfigError, ReplayBufferError
 from asyncrl.placement import plan_placement
@@ -67,3 +68,22 @@ def test_too_few_gpus_come_with_ways_out() -> None:
     config = RLConfig(**RL | {"generators": {"num": 1}, "learners": {"num_ranks": 2}})
     with pytest.raises(ConfigError, match=r"3 GPUs needed, 1 in the cluster(.|\n)*\[learners\] device = \"cpu\""):
         check_fits(plan_placement(config, use_gpus=True), {"CPU": 8, "GPU": 1})
+
+
+@pytest.mark.parametrize(
+    ("environment", "started", "address", "message"),
+    [
+        (None, None, "auto", "--address auto: no Ray cluster runs on this machine"),
+        (None, "127.0.0.1:1", "auto", "--address 127.0.0.1:1: no Ray cluster answers there"),  # it died
+        ("127.0.0.1:2", None, None, "--address 127.0.0.1:2: no Ray cluster answers there"),
+    ],
+)
+def test_only_what_ray_start_or_the_environment_names_is_joined(
+    monkeypatch: pytest.MonkeyPatch, environment: str | None, started: str | None, address: str | None, message: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if environment:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+    monkeypatch.setattr(cluster, "read_ray_address", lambda: started)
+    with pytest.raises(ConfigError, match=message), ray_cluster(RLConfig(**RL), address):
+        pass
