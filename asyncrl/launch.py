@@ -7,7 +7,6 @@ coordinator, draw its progress until it ends. Every exit (end, error, Ctrl-C) go
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from asyncrl.buffer import StoreSettings
 from asyncrl.cluster import check_fits, explain, get_all, num_hosts, num_local_gpus, ray_cluster, reserve
 from asyncrl.config import JobConfig, OfflineConfig, RLConfig
 from asyncrl.display import Display
+from asyncrl.interrupts import Interrupts
 from asyncrl.placement import Placement, plan_placement
 from asyncrl.preflight import Preflight
 from asyncrl.progress import Progress
@@ -46,18 +46,12 @@ def launch(prepared: Preflight, *, address: str | None) -> int:
         AsyncRLError: with the first cause, when a part fails.
     """
     config = prepared.config
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with ray_cluster(config, address) as placement:
-            # Slurm, Kubernetes and docker stop with SIGTERM: the same as the first Ctrl-C.
-            signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-            run_folder = RunFolder.create(config, note=prepared.note)
-            with Display(config, run_folder) as display, _Members(placement, run_folder) as members:
-                display.say(f"run folder {run_folder.path}")
-                stopped = _run(prepared, members, display)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with Interrupts() as interrupts, ray_cluster(config, address) as placement:
+        interrupts.install()
+        run_folder = RunFolder.create(config, note=prepared.note)
+        with Display(config, run_folder) as display, _Members(placement, run_folder, interrupts) as members:
+            display.say(f"run folder {run_folder.path}")
+            stopped = _run(prepared, members, display, interrupts)
     return 130 if stopped else 0
 
 
@@ -76,32 +70,30 @@ def placement_plan(config: JobConfig, address: str | None) -> str:
     return placement.describe()
 
 
-def _run(prepared: Preflight, members: _Members, display: Display) -> bool:
+def _run(prepared: Preflight, members: _Members, display: Display, interrupts: Interrupts) -> bool:
     """Start everything, then follow the run. Returns whether the user stopped it."""
     display.update(Progress(job=prepared.config.name, num_steps=prepared.config.steps, phase="starting processes"))
     try:
         members.start(prepared)
-        return _follow(members, display)
+        with interrupts.deferred():
+            return _follow(members, display, interrupts)
     except RayError as error:
         raise explain(error, members.run_folder) from error
     finally:
         display.finish()
 
 
-def _follow(members: _Members, display: Display) -> bool:
+def _follow(members: _Members, display: Display, interrupts: Interrupts) -> bool:
     """Draw the run until it ends. The first Ctrl-C asks it to stop after the current step, the second ends it now."""
     finished = members.coordinator.run.remote()
     stopping = False
     while True:
-        try:
-            done, _ = ray.wait([finished], timeout=POLL_S)
-            display.update(ray.get(members.coordinator.progress.remote()))
-            if done:
-                ray.get(finished)
-                return stopping
-        except KeyboardInterrupt:
-            if stopping:
-                raise
+        done, _ = ray.wait([finished], timeout=POLL_S)
+        display.update(ray.get(members.coordinator.progress.remote()))
+        if done:
+            ray.get(finished)
+            return stopping
+        if interrupts.count and not stopping:
             stopping = True
             display.say("Ctrl-C: finishing the current step, then saving the model (again: stop at once)")
             ray.get(members.coordinator.stop.remote())
@@ -110,8 +102,9 @@ def _follow(members: _Members, display: Display) -> bool:
 class _Members:
     """All processes of a run in one placement group. Leaving the context ends them, whatever state they are in."""
 
-    def __init__(self, placement: Placement, run_folder: RunFolder) -> None:
+    def __init__(self, placement: Placement, run_folder: RunFolder, interrupts: Interrupts) -> None:
         self._placement = placement
+        self._interrupts = interrupts
         self.run_folder = run_folder
         self._group: PlacementGroup | None = None
         self._actors: dict[str, Any] = {}
@@ -126,7 +119,7 @@ class _Members:
         except KeyboardInterrupt:
             pass  # the user will not wait
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            self._interrupts.ignore()
             for actor in self._actors.values():
                 ray.kill(actor)
             if self._group is not None:

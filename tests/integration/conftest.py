@@ -45,6 +45,7 @@ class Workspace:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=_heed_sigint,
         )
 
     def start_launch(self, config: str, *overrides: str) -> subprocess.Popen[str]:
@@ -92,6 +93,11 @@ class Workspace:
         wait_until(lambda: not self.processes(), within_s=within_s, what=lambda: f"left: {self.processes()}")
         left = set(shared_folders()) - self.shared_before
         assert not left, f"left in shared memory: {left}"
+
+
+def _heed_sigint() -> None:
+    """As in a terminal, also when the tests run in the background of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def shared_folders() -> list[Path]:
