@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.buffer.records import NO_ID, Entry, Kind, pack_block, pack_event
-from asyncrl.buffer.segments import OPEN, PREFIX, SEALED, aligned, open_segment, seal_segment, segment_path
+from asyncrl.buffer.segments import (
+    OPEN,
+    PREFIX,
+    SEALED,
+    aligned,
+    finish_segment,
+    name_sealed,
+    open_segment,
+    segment_path,
+)
 from asyncrl.errors import ReplayBufferError
 
 Durability = Literal["memory", "disk", "fsync"]
@@ -156,8 +165,9 @@ class SegmentTable:
 
     def seal(self, segment: Segment) -> None:
         """No more groups go into this segment; its file becomes an Arrow IPC file."""
+        finish_segment(segment.path, segment.used, segment.blocks, sync=self._sync)  # may find no room: before the log
         self._log(pack_event(Kind.SEAL, segment=segment.number))
-        segment.path = seal_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+        segment.path = name_sealed(segment.path)
         segment.writer = NO_ID
         if not segment.num_live:
             self._recycle(segment)
@@ -172,7 +182,8 @@ class SegmentTable:
             elif os.path.exists(sealed):
                 segment.path, segment.writer = sealed, NO_ID
             elif not segment.is_open and os.path.exists(segment.path):
-                segment.path = seal_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+                finish_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+                segment.path = name_sealed(segment.path)
             if segment.is_open or segment.num_live:
                 continue
             if os.path.exists(segment.path):

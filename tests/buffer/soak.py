@@ -271,9 +271,11 @@ class Soak:
         rng = random.Random(self.args.seed + 1)
         while not self.ending.wait(rng.expovariate(1 / self.args.fault_every_s)):
             with self.faults_allowed:
-                victim = rng.choice(self.shards + self.workers)
+                kill = rng.random() < 0.5
+                kinds = self.shards[1:] if kill else self.shards, self.workers[:NUM_WRITERS], self.workers[NUM_WRITERS:]
+                victim = rng.choice(rng.choice(kinds))
                 self.last_fault = time.monotonic()
-                if rng.random() < 0.5 and victim is not self.shards[0]:
+                if kill:
                     victim.kill()
                     self.counts[f"killed {victim.name.split()[0]}s"] += 1
                     self.ending.wait(rng.random())
