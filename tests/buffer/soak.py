@@ -385,22 +385,24 @@ class Soak:
             version = self.shared.version.value
             self.buffer.evict(policy_version=version, max_staleness=MAX_STALENESS)
             stats = self.buffer.stats()
-            refs = self.free_groups(stats, version)
+            refs = self.free_groups(version)
             self.check_conservation(stats, {ref.number: ref for ref in refs}, version)
             self.shared.resting[0] = self.shared.resting[1] = 0
 
-    def free_groups(self, stats: BufferStats, version: int) -> tuple[GroupRef, ...]:
-        if not stats.groups:
-            return ()
-        sampling = Sampling("uniform", self.args.max_uses) if self.args.max_uses > 1 else Sampling()
-        lease = self.buffer.lease(
-            stats.groups, policy_version=version, max_staleness=MAX_STALENESS, sampling=sampling, timeout_s=LEASE_S
-        )
-        if lease is None:  # a lease that ran out meanwhile, and was too old: fewer are there
-            return self.free_groups(self.buffer.stats(), version)
-        check_contents(self.buffer, lease.refs, policy_version=version)
-        self.buffer.release(lease)
-        return lease.refs
+    def free_groups(self, version: int) -> tuple[GroupRef, ...]:
+        """Lease all that may be leased, read it, and give it back."""
+        bound = {"policy_version": version, "max_staleness": MAX_STALENESS}
+        for _ in range(5):  # leases of killed readers may run out in between
+            num = self.buffer.stats().groups
+            if not num:
+                return ()
+            lease = self.buffer.lease(num, **bound, sampling=self.sampling, timeout_s=LEASE_S)
+            if lease is not None:
+                check_contents(self.buffer, lease.refs, policy_version=version)
+                self.buffer.release(lease)
+                return lease.refs
+        self.violation(f"{num} groups are free and cannot be leased")
+        return ()
 
     def check_conservation(self, stats: BufferStats, held: dict[int, GroupRef], version: int) -> None:
         if not stats.is_balanced or stats.quarantined:
