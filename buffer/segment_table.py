@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.buffer.records import NO_ID, Entry, Kind, pack_block, pack_event
-from asyncrl.buffer.segments import OPEN, PREFIX, SEALED, aligned, open_segment, seal_segment, segment_path
+from asyncrl.buffer.segments import (
+    OPEN,
+    PREFIX,
+    SEALED,
+    aligned,
+    finish_segment,
+    name_sealed,
+    open_segment,
+    segment_path,
+)
 from asyncrl.errors import ReplayBufferError
 
 logger = logging.getLogger(__name__)
@@ -171,14 +180,18 @@ class SegmentTable:
         """No more groups go into this segment; its file becomes an Arrow IPC file, unless nobody will read it.
 
         On a full disk it stays as it is, for this process alone to read, until its groups are gone or the next process
-        seals it.
+        finishes it.
         """
-        self._log(pack_event(Kind.SEAL, segment=segment.number))
+        is_finished = False
         if segment.num_live or self._settings.keep:
             try:
-                segment.path = seal_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+                finish_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+                is_finished = True
             except ReplayBufferError as error:
                 logger.warning("a segment has no footer yet: %s", error)
+        self._log(pack_event(Kind.SEAL, segment=segment.number))
+        if is_finished:
+            segment.path = name_sealed(segment.path)
         segment.writer = NO_ID
         if not segment.num_live:
             self._recycle(segment)
@@ -193,7 +206,8 @@ class SegmentTable:
             elif os.path.exists(sealed):
                 segment.path, segment.writer = sealed, NO_ID
             elif not segment.is_open and os.path.exists(segment.path):
-                segment.path = seal_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+                finish_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+                segment.path = name_sealed(segment.path)
             if segment.is_open or segment.num_live:
                 continue
             if os.path.exists(segment.path):

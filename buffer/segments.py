@@ -214,9 +214,8 @@ def open_segment(path: str, recycled: str | None = None) -> None:
         os.close(fd)
 
 
-def seal_segment(path: str, used: int, blocks: Sequence[tuple[int, int, int]], *, sync: bool) -> str:
-    """Write the footer after the last message, cut the file there and give it its final name, which is returned."""
-    sealed = path.removesuffix(OPEN) + SEALED
+def finish_segment(path: str, used: int, blocks: Sequence[tuple[int, int, int]], *, sync: bool) -> None:
+    """Write the footer after the last message and cut the file there. Repeating it, or writing on, is harmless."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         end = tail(blocks)
@@ -224,9 +223,14 @@ def seal_segment(path: str, used: int, blocks: Sequence[tuple[int, int, int]], *
         os.ftruncate(fd, used + len(end))
         if sync:
             os.fdatasync(fd)
-        os.rename(path, sealed)
     finally:
         os.close(fd)
+
+
+def name_sealed(path: str) -> str:
+    """Give a finished file its final name, which is returned."""
+    sealed = path.removesuffix(OPEN) + SEALED
+    os.rename(path, sealed)
     return sealed
 
 

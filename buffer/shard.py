@@ -109,15 +109,20 @@ class ShardService:
 
     def tick(self) -> None:
         """What is due without being asked: leases and segments of holders that died, a long log. Never raises."""
-        try:
-            if num := self.store.expire_leases():
-                logger.warning("%d leases ran out without a renewal; their groups are free again", num)
-            if num := self.store.seal_dead_writers():
-                logger.warning("%d segments of writers that died were closed", num)
-            self._unpin_if_written()
-            self.store.compact_if_long()
-        except Exception:
-            logger.exception("buffer shard: its upkeep failed; the shard goes on")
+        upkeep = (self._expire_leases, self._unpin_if_written, self._seal_dead_writers, self.store.compact_if_long)
+        for step in upkeep:
+            try:
+                step()
+            except Exception:
+                logger.exception("buffer shard: its upkeep failed; the shard goes on")
+
+    def _expire_leases(self) -> None:
+        if num := self.store.expire_leases():
+            logger.warning("%d leases ran out without a renewal; their groups are free again", num)
+
+    def _seal_dead_writers(self) -> None:
+        if num := self.store.seal_dead_writers():
+            logger.warning("%d segments of writers that died were closed", num)
 
     def _hello(self, message: Message) -> Reply:
         return {"directory": str(self.store.directory), "token": self._token}, []

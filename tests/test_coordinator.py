@@ -55,7 +55,8 @@ def make_group(ticket: Ticket, version: int) -> Group:
 
 
 class StandInGenerator:
-    """Turns tickets into groups at its version; may fail, or hold one group back for some versions."""
+    """Turns tickets into groups at its version; may fail, hold one group back for some versions (slow), or deliver it
+    when it gets no more tickets (late)."""
 
     def __init__(
         self,
@@ -66,12 +67,14 @@ class StandInGenerator:
         slow: int | None = None,
         update_s: float = 0.0,
         scores: bool = True,
+        late: int | None = None,
     ) -> None:
         self.name = name
         self.world = world
         self.version = 0
         self.fail_at = fail_at
         self.slow = slow
+        self.late = late
         self.held: tuple[Ticket, int] | None = None
         self.update_s = update_s
         self.scores = scores
@@ -82,10 +85,13 @@ class StandInGenerator:
             for ticket in tickets:
                 if ticket.number == self.fail_at:
                     raise GenerationError("the engine died")
-                if ticket.number == self.slow:
+                if ticket.number in (self.slow, self.late):
                     self.held = (ticket, self.version)
                 else:
                     await self.deliver(ticket, self.version)
+            if not tickets and self.late is not None and self.held:
+                await self.deliver(*self.held)
+                self.held = None
 
     async def deliver(self, ticket: Ticket, version: int) -> None:
         await asyncio.to_thread(self.world.buffer.append, make_group(ticket, version))
@@ -206,6 +212,35 @@ def test_a_straggler_past_the_bound_is_evicted_counted_and_replaced(tmp_path: Pa
     assert 2 not in numbers
     ledger = world.coordinator.tickets.ledger()
     assert (ledger["trained"], ledger["evicted"], ledger["started"]) == (32, 1, 33)
+
+
+def test_stale_wait_trains_strictly_in_order_and_drops_nothing(tmp_path: Path) -> None:
+    """Group 2 comes after all others that may be started: every batch waits for its own groups."""
+    world = World(tmp_path, make_config(max_staleness=1, steps=6, buffer={"stale": "wait"}))
+    world.run(generators=[{"late": 2}])
+    assert world.learners.trained == [(v, list(range(4 * v, 4 * v + 4))) for v in range(6)]
+    ledger = world.coordinator.tickets.ledger()
+    assert (ledger["started"], ledger["trained"], ledger["evicted"]) == (24, 24, 0)
+    assert [row["buffer/evicted"] for row in world.rows() if "buffer/evicted" in row] == [0] * 6
+
+
+def test_stale_pace_takes_what_is_there_instead(tmp_path: Path) -> None:
+    world = World(tmp_path, make_config(max_staleness=1, steps=6))
+    world.run(generators=[{"late": 2}])
+    assert world.learners.trained[0] == (0, [0, 1, 3, 4])
+
+
+def test_stale_drop_never_waits_and_counts_what_it_drops(tmp_path: Path) -> None:
+    """All that the run still needs is started at version 0; from version 2 on it is too old, and made anew."""
+    world = World(tmp_path, make_config(max_staleness=1, steps=8, buffer={"stale": "drop"}))
+    world.run(generators=[{}])
+    numbers = [number for _, batch in world.learners.trained for number in batch]
+    assert len(numbers) == len(set(numbers)) == 32
+    ledger = world.coordinator.tickets.ledger()
+    assert ledger["evicted"] >= 8 and ledger["started"] == 32 + ledger["evicted"] + ledger["stored"]
+    rows = [row for row in world.rows() if "buffer/evicted" in row]
+    assert [row["buffer/committed"] for row in rows] == [4 * v for v in range(8)]
+    assert rows[-1]["buffer/evicted"] >= 8 and rows[-1]["buffer/evicted/length/mean"] == 3.0
 
 
 def test_stop_ends_after_the_step_in_hand_and_saves_once(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+import asyncrl.buffer.connection
 from asyncrl.buffer import ReplayBuffer, ShardAddress, ShardServer
 from tests.buffer.groups import assert_same_group, make_group
 from tests.waiting import wait_until
@@ -31,6 +32,7 @@ def serve(directory: str, pipe: Any) -> None:
 
 def write(address: dict[str, Any], first: int, acknowledged: str) -> None:
     """Append groups for ever; every acknowledged number is written down after its acknowledgement."""
+    asyncrl.buffer.connection.RESEND_S = 0.3
     with ReplayBuffer([ShardAddress.from_dict(address)]) as buffer, open(acknowledged, "a", buffering=1) as file:
         for number in range(first, first + 100_000):
             buffer.append(make_group(number, length=300))
@@ -151,7 +153,8 @@ def test_the_lease_of_a_killed_holder_returns(shard: Shard):
         wait_until(lambda: buffer.lease(2, **NOW) is not None, within_s=30, what=lambda: "too slow")
 
 
-def test_a_lease_survives_the_death_of_its_shard(shard: Shard):
+def test_a_lease_survives_the_death_of_its_shard(shard: Shard, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("asyncrl.buffer.connection.RESEND_S", 0.3)
     with ReplayBuffer([shard.address]) as buffer:
         buffer.append_many([make_group(n) for n in range(4)])
         lease = buffer.lease(2, **NOW)

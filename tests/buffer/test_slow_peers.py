@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.integration
 
 NOW = {"policy_version": 0, "max_staleness": 0}
-ROUND_S, NUM_ROUNDS = 0.5, 5
+ROUND_S, NUM_ROUNDS = 0.5, 4
 LINE_BYTES_PER_S = 1_000_000
 
 
