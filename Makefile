@@ -1,6 +1,7 @@
 # Everything runs from a virtual environment in .venv, made by the first target that needs it.
 #   make demo   the whole story: a small model, supervised warm-up, then asynchronous GRPO (a few minutes on 2 cores)
 #   make test   unit and integration tests
+#   make bench  the replay buffer beside others (several minutes; benchmarks/buffer.py --quick: one)
 #   make soak   kill and stop the buffer's processes for an hour (MINUTES=60)
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,7 @@ ifeq ($(ENGINE),cpu)
 UV_TORCH := $(if $(wildcard $(PIP_FIND_LINKS)/torch-*+cpu*.whl),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 endif
 
-.PHONY: setup demo test test-unit soak lint clean
+.PHONY: setup demo test test-unit lint bench soak clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/installed-$(ENGINE)
@@ -25,10 +26,12 @@ $(VENV)/installed-$(ENGINE): pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet $(UV_TORCH) --editable '.[$(ENGINE),dev]'
 	touch $@
 
+# The demo wants an engine and two learner ranks: with fewer GPUs than three the ranks stay on the CPU.
+DEMO_FLAGS := $(if $(filter 1 2,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),--learners.device=cpu)
 demo: setup
 	$(BIN)/python examples/sort_digits.py data/sort
-	$(BIN)/asyncrl launch --config examples/sft_sort.toml
-	$(BIN)/asyncrl launch --config examples/grpo_async.toml
+	$(BIN)/asyncrl launch --config examples/sft_sort.toml $(DEMO_FLAGS)
+	$(BIN)/asyncrl launch --config examples/grpo_async.toml $(DEMO_FLAGS)
 
 test: setup
 	$(BIN)/python -m pytest tests
@@ -36,8 +39,12 @@ test: setup
 test-unit: setup
 	$(BIN)/python -m pytest tests -m "not integration"
 
+# The replay buffer beside others, and by size, durability and faults.
+bench: setup
+	$(BIN)/python benchmarks/buffer.py
+
 soak: setup
-	$(BIN)/python -m tests.buffer.soak --minutes $(MINUTES)
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psutil
 
-from asyncrl.actors.model_tensors import check_tensors, expected_tensors
 from asyncrl.actors.sampling import Sample, SampleRequest
 from asyncrl.actors.tasks import finish, gather
 from asyncrl.actors.vllm_setup import engine_args, sampling_params, set_environment, to_sample
 from asyncrl.errors import GenerationError, WeightSyncError
+from asyncrl.model_tensors import check_tensors, expected_tensors
 from asyncrl.weights import WeightManifest, verify
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ T = TypeVar("T")
 
 SHUTDOWN_S = 3.0
 """Time for an orderly end; then the processes are killed."""
+WATCH_EVERY_S = 10.0
+ANSWER_TIMEOUT_S = 300.0
+"""An engine process that is silent for so long counts as dead. Longer than any of its steps."""
 
 
 class Engine:
@@ -49,14 +52,16 @@ class Engine:
     (checks and pauses included). All methods belong to the event loop of `start`.
     """
 
-    def __init__(self, llm: AsyncLLM, *, model_path: str, version: int) -> None:
+    def __init__(self, llm: AsyncLLM, *, model_path: str, version: int, num_workers: int) -> None:
         self._running: AsyncLLM | None = llm
+        self._num_workers = num_workers
         self._expected = expected_tensors(model_path)
         self._processes: list[BaseProcess] = []
         self._descendants: list[psutil.Process] = []
         self._updating = asyncio.Lock()
         self._pausing = asyncio.Lock()
         self._broken: str | None = None
+        self._watching: asyncio.Task[None] | None = None
         self.version = version
         self.num_updates = 0
         self.update_s = 0.0
@@ -108,7 +113,9 @@ class Engine:
                 seed=seed,
                 threads=threads,
             )
-            engine = cls(AsyncLLM.from_engine_args(args), model_path=model_path, version=version)
+            engine = cls(
+                AsyncLLM.from_engine_args(args), model_path=model_path, version=version, num_workers=tensor_parallel
+            )
         except Exception as error:
             raise GenerationError(f"the vLLM engine did not start on {model_path}: {error}") from error
         engine._processes = [process for process in multiprocessing.active_children() if process not in before]
@@ -121,6 +128,7 @@ class Engine:
         except BaseException:
             await engine.shutdown()
             raise
+        engine._watching = asyncio.create_task(engine._watch())
         return engine
 
     @property
@@ -194,22 +202,38 @@ class Engine:
             await asyncio.to_thread(verify, manifest)  # sampling goes on meanwhile
             async with self._paused():
                 await self._call(self._llm.start_weight_update())
-                await self._load(WeightTransferUpdateRequest({"manifest": manifest.to_dict()}))
-                await self._call(self._llm.finish_weight_update(weight_version=str(manifest.version)))
+                await self._load(
+                    WeightTransferUpdateRequest({"manifest": manifest.to_dict()}), version=manifest.version
+                )
                 self.version = manifest.version
             self.num_updates += 1
             self.update_s += time.perf_counter() - started
 
-    async def _load(self, request: Any) -> None:
+    async def _load(self, request: Any, *, version: int) -> None:
         from asyncrl.actors.vllm_weights import REFUSED
 
         try:
             await self._llm.update_weights(request)
+            await self._llm.finish_weight_update(weight_version=str(version))
         except Exception as error:
-            if REFUSED in str(error) and not self._llm.errored:
+            # With several workers another one may have loaded what this one refused.
+            if REFUSED in str(error) and not self._llm.errored and self._num_workers == 1:
                 raise WeightSyncError(str(error).split(REFUSED)[-1].strip()) from error
             self._broken = f"new weights were loaded in part: {error}"
             raise GenerationError(f"the engine must be started anew, {self._broken}") from error
+
+    async def _watch(self) -> None:
+        """Ask now and then: a process that hangs would otherwise leave its requests waiting for ever."""
+        while not self.dead:
+            await asyncio.sleep(WATCH_EVERY_S)
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await self._llm.is_sleeping()
+            except TimeoutError:
+                self._broken = f"its process has not answered for {ANSWER_TIMEOUT_S:.0f} s"
+                self._llm.output_processor.propagate_error(GenerationError(f"the vLLM engine hangs: {self._broken}"))
+            except Exception:  # noqa: BLE001 - whatever ended the engine, its requests report it
+                return
 
     async def shutdown(self) -> None:
         """Stop the engine; requests in flight fail. Returns when none of its processes is left."""
@@ -217,6 +241,8 @@ class Engine:
             return
         llm, self._running = self._running, None
         self._broken = self._broken or "it was shut down"
+        if self._watching is not None:
+            self._watching.cancel()
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # or it would report the end of the engine as a failure
         llm.output_processor.propagate_error(GenerationError("the engine was shut down"))

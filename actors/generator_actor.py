@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from asyncrl.config import RLConfig
-from asyncrl.process import log_to_file
+from asyncrl.errors import GenerationError
+from asyncrl.process import last_error, log_to_file
 from asyncrl.types import Prompt, Ticket
 from asyncrl.wiring import Wiring
 
@@ -34,6 +36,7 @@ class GeneratorActor:
 
     def __init__(self, *, name: str, log: Path) -> None:
         log_to_file(log)
+        self._log = log
         self._name = name
 
     async def start(self, config: RLConfig, *, wiring: Wiring, coordinator: Any) -> None:
@@ -42,21 +45,23 @@ class GeneratorActor:
         from asyncrl.data import load_tokenizer
         from asyncrl.rewards import Scorer
 
+        self._shared = wiring.hold()
         generators = config.generators
         self._scorer = Scorer(config.reward)
         await self._scorer.start()
-        self._engine = await Engine.start(
-            config.model.path,
-            dtype=config.model.dtype,
-            max_model_len=generators.max_model_len,
-            max_num_seqs=generators.max_concurrent_rollouts,
-            kv_cache_gb=generators.kv_cache_gb,
-            gpu_memory_utilization=generators.gpu_memory_utilization,
-            tensor_parallel=generators.tensor_parallel,
-            seed=config.seed,
-            threads=generators.threads,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        with self._explained():
+            self._engine = await Engine.start(
+                config.model.path,
+                dtype=config.model.dtype,
+                max_model_len=generators.max_model_len,
+                max_num_seqs=generators.max_concurrent_rollouts,
+                kv_cache_gb=generators.kv_cache_gb,
+                gpu_memory_utilization=generators.gpu_memory_utilization,
+                tensor_parallel=generators.tensor_parallel,
+                seed=config.seed,
+                threads=generators.threads,
+                trust_remote_code=config.model.trust_remote_code,
+            )
         self._wiring = wiring
         self._buffer = wiring.connect_buffer()
         self._generator = Generator(
@@ -69,8 +74,18 @@ class GeneratorActor:
             config=config,
         )
 
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """vLLM's errors point to a trace "above": add what its process last wrote here."""
+        try:
+            yield
+        except GenerationError as error:
+            cause = last_error(self._log)
+            raise GenerationError(f"{error}; {self._log.name} ends with: {cause}" if cause else str(error)) from error
+
     async def run(self) -> None:
-        await self._generator.run()
+        with self._explained():
+            await self._generator.run()
 
     async def update_weights(self, manifest: dict[str, Any]) -> None:
         from asyncrl.weights import WeightManifest
@@ -86,7 +101,7 @@ class GeneratorActor:
 
     async def shutdown(self) -> None:
         """End the engine's processes and the reward workers; also after a start() that failed half-way."""
-        for part in ("_engine", "_scorer", "_buffer"):
+        for part in ("_engine", "_scorer", "_buffer", "_shared"):
             owned = getattr(self, part, None)
             if owned is not None:
                 closing = owned.shutdown() if part == "_engine" else owned.close()

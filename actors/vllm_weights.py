@@ -19,8 +19,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from asyncrl.actors.model_tensors import check_tensors, expected_tensors
 from asyncrl.errors import WeightSyncError
+from asyncrl.model_tensors import check_tensors, expected_tensors
 from asyncrl.weights import WeightManifest, open_weights
 
 BACKEND = "asyncrl"

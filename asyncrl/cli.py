@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from asyncrl import __version__
+from asyncrl.buffer_tool import cli as buffer_cli
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.suggest import nearest
 
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
-FLAGS = ("config", "address", "dry-run", "help")
+FLAGS = ("config", "address", "dry-run", "versions", "help")
 
 LAUNCH_USAGE = "asyncrl launch --config FILE [--dry-run] [--address ADDRESS] [--section.key=value ...]"
 LAUNCH_HELP = """\
@@ -34,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print(f"error: {problem}", file=sys.stderr)
         return USER_ERROR
+    except BrokenPipeError:  # `asyncrl buffer tail | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still buffered goes nowhere, silently
+        return OK
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -44,6 +49,10 @@ def _run(argv: list[str]) -> int:
     if arguments.command is None:
         _parser().print_help()
         return OK
+    if arguments.command == "buffer":
+        if arguments.verb == "replay":
+            _refuse_misspelt_flags(overrides)
+        return buffer_cli.run(arguments, overrides)
     return _launch(arguments, overrides)
 
 
@@ -61,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--address", metavar="ADDRESS")
     launch.add_argument("--dry-run", action="store_true")
     launch.add_argument("-h", "--help", action=_LaunchHelp)
+    buffer_cli.add_commands(commands)
     return parser
 
 
@@ -74,8 +84,8 @@ class _LaunchHelp(argparse.Action):
         options = {
             "--config FILE": "TOML file with the settings of the job",
             "--dry-run": "check everything, print all settings in force and the placement of processes, start nothing",
-            "--address ADDRESS": "Ray cluster to run on (auto, HOST:PORT, ray://HOST:PORT); omitted: the one that runs "
-            "on this machine, or a new one for the time of the run",
+            "--address ADDRESS": "Ray cluster to run on (auto, HOST:PORT, ray://HOST:PORT); omitted: the one that "
+            "`ray start` runs on this machine, or a new one for the time of the run; local: always a new one",
         }
         print(f"usage: {LAUNCH_USAGE}\n\n{LAUNCH_HELP}\noptions:")
         for option, meaning in options.items():
@@ -94,8 +104,9 @@ def _launch(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     if not arguments.dry_run:
         return launch(prepared, address=arguments.address)
+    plan = placement_plan(prepared.config, arguments.address)
     print(resolved_toml(prepared.config))
-    print("\n".join(f"# {line}".rstrip() for line in placement_plan(prepared.config).splitlines()))
+    print("\n".join(f"# {line}".rstrip() for line in plan.splitlines()))
     return OK
 
 

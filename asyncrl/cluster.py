@@ -7,11 +7,12 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray._private.utils import read_ray_address
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 5.0
-EMBEDDED = "asyncrl-embedded"
-"""Resource that marks a Ray which a run started for itself: no other run joins it, since it ends with the first."""
 SYSTEM_CONFIG = {"kill_child_processes_on_worker_exit_with_raylet_subreaper": True}
 """An engine's inner processes end with their actor, even one that was killed."""
 
@@ -35,45 +34,59 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
     """Connect to Ray for the length of a run and yield the placement that fits it.
 
     Args:
-        address: a cluster to join; None: the one that `ray start` runs on this machine, else a new one that ends with
-            the run. A new one on CPUs gets as many logical CPUs as the run asks for, so that a laptop with two cores
-            runs every example.
+        address: a cluster to join; "auto": the one that RAY_ADDRESS names or `ray start` runs on this machine; None: as
+            "auto", or where there is none a new one that ends with the run; "local": always a new one. A new one on
+            CPUs gets as many logical CPUs as the run asks for, so that a laptop with two cores runs every example.
 
     Raises:
         ConfigError: no cluster at that address, or it is too small.
     """
     options = {"log_to_driver": False, "logging_level": logging.ERROR}
-    try:
-        _probe(address)
-        ray.init(address=address or "auto", **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        if address is not None:
-            raise ConfigError(f"--address {address}: no Ray cluster answers there ({_first_line(error)})") from error
-    if address is None and ray.is_initialized() and EMBEDDED in ray.cluster_resources():
-        ray.shutdown()
+    wanted = _running_cluster() if address in (None, "auto") else address
+    if wanted is None and address == "auto":
+        raise ConfigError("--address auto: no Ray cluster runs on this machine; start one with `ray start --head`")
+    if wanted not in (None, "local"):
+        try:
+            _probe(wanted)
+            ray.init(address=wanted, **options)
+        except (OSError, ValueError, RuntimeError) as error:
+            if address is not None or os.environ.get("RAY_ADDRESS"):
+                raise ConfigError(f"--address {wanted}: no Ray cluster answers there ({_first_line(error)})") from error
     if not ray.is_initialized():
         _start_embedded(config, options)
     try:
         resources = ray.cluster_resources()
         placement = plan_placement(config, use_gpus=resources.get("GPU", 0) > 0)
-        shortage = placement.shortage(resources)
-        if shortage:
-            raise ConfigError(
-                f"this run does not fit the Ray cluster: {shortage}.\n{placement.describe()}\n"
-                "Lower [generators] num or [learners] num_ranks, or add nodes"
-            )
+        check_fits(placement, resources)
         yield placement
     finally:
         ray.shutdown()
 
 
+def _running_cluster() -> str | None:
+    """Not one that another program started for itself, which would end with it."""
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    return (read_ray_address() or None) if address == "auto" else address
+
+
+def check_fits(placement: Placement, resources: Mapping[str, float]) -> None:
+    """Raises ConfigError when a cluster with these resources is too small."""
+    shortage = placement.shortage(resources)
+    if shortage:
+        raise ConfigError(
+            f"this run does not fit the Ray cluster: {shortage}.\n{placement.describe()}\n"
+            "Lower [generators] num or [learners] num_ranks, or add nodes; with too few GPUs, "
+            '[learners] device = "cpu" leaves them to the engines'
+        )
+
+
 def _start_embedded(config: JobConfig, options: dict[str, Any]) -> None:
-    use_gpus = num_local_gpus() > 0
-    num_cpus = max(os.cpu_count() or 1, plan_placement(config, use_gpus=use_gpus).num_cpus)
+    num_gpus = num_local_gpus()
+    num_cpus = max(os.cpu_count() or 1, plan_placement(config, use_gpus=num_gpus > 0).num_cpus)
     ray.init(
         address="local",
         num_cpus=num_cpus,
-        resources={EMBEDDED: 1},
+        num_gpus=num_gpus,
         include_dashboard=False,
         _system_config=SYSTEM_CONFIG,
         **options,
@@ -112,7 +125,7 @@ def num_hosts() -> int:
 
 
 def num_local_gpus() -> int:
-    """CUDA devices of this machine, without starting Ray."""
+    """GPUs of this machine that the installed torch can use, without starting Ray."""
     import torch
 
     return torch.cuda.device_count()
@@ -126,17 +139,19 @@ def explain(error: RayError, run_folder: RunFolder) -> AsyncRLError:
     logs = f"(logs: {run_folder.logs})"
     if isinstance(cause, AsyncRLError):
         return type(cause)(f"{cause} {logs}")
+    if isinstance(cause, RayActorError) and cause.actor_init_failed:
+        # The trace of an error at the start of an actor is all in the text; its last line is the error.
+        return AsyncRLError(f"{str(cause).strip().splitlines()[-1].removeprefix('asyncrl.errors.')} {logs}")
     if isinstance(cause, RayActorError):
         return AsyncRLError(f"a process of the run died: {_actor(cause)}{_first_line(cause)} {logs}")
     # Not one of ours: a bug, or a library's failure. The message alone would not do.
-    run_folder.log("driver").write_text(str(error))
+    with contextlib.suppress(OSError):  # a full disk, for one
+        run_folder.log("driver").write_text(str(error))
     return AsyncRLError(f"{type(cause).__name__}: {cause} (traceback: {run_folder.log('driver')})")
 
 
-def _probe(address: str | None) -> None:
+def _probe(address: str) -> None:
     """Raises OSError or ValueError when nothing listens at HOST:PORT: Ray itself would try for many minutes."""
-    if address is None or address in ("auto", "local"):
-        return
     url = urlsplit(address if "://" in address else f"ray://{address}")
     if url.hostname is None or url.port is None:
         raise ValueError("an address is auto, HOST:PORT or ray://HOST:PORT")

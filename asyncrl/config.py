@@ -67,6 +67,8 @@ class RewardConfig(Section):
     function: str
     """Reward function as "module:name" or "path/file.py:name". It is called with keyword arguments: `prompt` (text),
     `completion` (text) and the row's columns that it names. It returns a float or a dict of float parts (summed)."""
+    folder: str | None = None
+    """Folder in which the function is looked for and runs. Omitted: the working directory."""
     timeout_s: PositiveFloat = 10.0
     """A call that takes longer costs its rollout: recorded as failed, not trained on."""
     num_workers: PositiveInt = 1
@@ -92,7 +94,8 @@ class AlgorithmConfig(Section):
     clip_high: PositiveFloat = 0.2
     """Ratio is clipped above at 1 + clip_high."""
     weight: Literal["truncate", "none"] = "truncate"
-    """Correction for stale or mismatched data, w = min(pi_anchor/mu, weight_max), detached (TIS)."""
+    """Correction for stale or mismatched data, w = min(pi_anchor/mu, weight_max), detached (TIS). Always 1 with
+    anchor = "behaviour", where pi_anchor is mu."""
     weight_max: PositiveFloat = 2.0
     """Upper bound of that weight."""
     aggregate: Literal["token_mean", "sequence_mean"] = "token_mean"
@@ -123,6 +126,8 @@ class GeneratorsConfig(Section):
 class LearnersConfig(Section):
     num_ranks: PositiveInt = 2
     """FSDP2 ranks: one GPU each, or one CPU process each."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: GPUs where the cluster has some. cpu: leaves all GPUs to the engines, for small models."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegativeInt = 0
@@ -174,6 +179,9 @@ class BufferConfig(Section):
 class EvalConfig(Section):
     every: PositiveInt = 10
     """Policy versions between evaluations; also before the first and after the last step."""
+
+
+class RolloutEvalConfig(EvalConfig):
     samples_per_prompt: PositiveInt = 1
     """Rollouts per held-out prompt, sampled at the training temperature."""
 
@@ -196,7 +204,6 @@ class JobConfig(Section):
     """Batches to train on."""
     model: ModelConfig
     learners: LearnersConfig = LearnersConfig()
-    eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
 
@@ -213,11 +220,22 @@ class RLConfig(JobConfig):
     algorithm: AlgorithmConfig
     generators: GeneratorsConfig = GeneratorsConfig()
     buffer: BufferConfig = BufferConfig()
+    eval: RolloutEvalConfig = RolloutEvalConfig()
 
     @property
     def staleness_bound(self) -> int:
         """The bound in force: 0 in sync mode."""
         return 0 if self.mode == "sync" else self.max_staleness
+
+    @property
+    def first_version(self) -> int:
+        """The policy version that the initial weights are."""
+        return 0
+
+    @property
+    def num_generators(self) -> int:
+        """Generator actors that the job starts."""
+        return self.generators.num
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> RLConfig:
@@ -264,6 +282,31 @@ class RLConfig(JobConfig):
         return problems
 
 
+class OfflineConfig(RLConfig):
+    """An RL job that trains on stored groups, without generators (`asyncrl buffer replay`).
+
+    Its clock goes on where that of the stored groups ended, so that every one of them is in the past, and the staleness
+    bound is that of the oldest at the last step: it is measured, nothing is dropped for it.
+    """
+
+    oldest_version: int = Field(exclude=True)
+    """Oldest policy version that sampled a stored group."""
+    newest_version: int = Field(exclude=True)
+    """Newest policy version that sampled a stored group."""
+
+    @property
+    def staleness_bound(self) -> int:
+        return self.first_version + self.steps - 1 - self.oldest_version
+
+    @property
+    def first_version(self) -> int:
+        return self.newest_version + 1
+
+    @property
+    def num_generators(self) -> int:
+        return 0
+
+
 class SFTConfig(JobConfig):
     """Supervised fine-tuning on prompt/response demonstrations."""
 
@@ -271,6 +314,7 @@ class SFTConfig(JobConfig):
     batch_size: PositiveInt = 64
     """Demonstrations per optimizer step, over all ranks."""
     data: DemonstrationsConfig
+    eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> SFTConfig:

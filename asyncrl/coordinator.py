@@ -36,6 +36,7 @@ from asyncrl.types import GroupRef, Prompt, Ticket
 logger = logging.getLogger(__name__)
 
 NUM_SAMPLE_GROUPS = 2
+SAY_WAITING_S = 30.0
 SAVE_AFTER_ERROR_TIMEOUT_S = 120.0
 
 
@@ -172,8 +173,12 @@ class Coordinator:
         in_order = self._config.buffer.stale == "wait"
         stored = asyncio.create_task(self.tickets.wait_stored(num_groups, in_order=in_order))
         stopping = asyncio.create_task(self._stopping.wait())
+        since = time.monotonic()
         try:
-            await asyncio.wait([stored, stopping], return_when=asyncio.FIRST_COMPLETED)
+            while not (await asyncio.wait([stored, stopping], timeout=SAY_WAITING_S, return_when="FIRST_COMPLETED"))[0]:
+                self._progress.phase = f"waiting for trajectories for {time.monotonic() - since:.0f} s"
+            if not self._stopping.is_set():
+                self._progress.phase = "training"
             return not self._stopping.is_set() and stored.result()
         finally:
             await _cancel([stored, stopping])
@@ -185,7 +190,7 @@ class Coordinator:
             "buffer/groups": self._supply.groups,
             "buffer/bytes": self._supply.bytes,
             "buffer/held_bytes": self._supply.held_bytes,
-            "buffer/fill": self.tickets.stored / capacity,
+            "buffer/fill": (self._supply.groups + self._supply.leased_groups) / capacity,
             **{f"buffer/{name}": getattr(self._supply, name) for name in LEDGER},
             **_selection_bias(self._supply),
             **{f"tickets/{name}": count for name, count in self.tickets.ledger().items()},
@@ -239,20 +244,19 @@ class Coordinator:
         logger.info("version %d: reward %.3f", self._version, metrics["learner/reward/mean"])
 
     async def _evaluate(self) -> None:
-        """Evaluate the current version on the held-out prompts; async mode goes on training meanwhile."""
+        """Evaluate on the held-out prompts, from this version on; async mode trains, and may update, meanwhile."""
         if not self._eval_prompts:
             return
         if self._evaluation is not None:
             await self._evaluation
-        last = self._version == self._config.steps
-        if last and self._updates is not None:
-            await self._updates
-        self._evaluation = asyncio.create_task(self._evaluate_version(self._version))
-        if self._config.mode == "sync" or last or self._version == 0:
+        self._evaluation = asyncio.create_task(self._evaluate_version(self._version, self._updates))
+        if self._config.mode == "sync" or self._version in (0, self._config.steps):
             await self._evaluation
             self._throughput.mark("evaluate")
 
-    async def _evaluate_version(self, version: int) -> None:
+    async def _evaluate_version(self, version: int, updates: asyncio.Task[None] | None) -> None:
+        if updates is not None:
+            await asyncio.shield(updates)  # the engines are at this version, at least
         num = len(self._generators)
         results = await asyncio.gather(
             *(
@@ -267,7 +271,7 @@ class Coordinator:
         )
         row = _merge_evals(results)
         self._metrics.write(version, row)
-        self._progress.record_eval(version, row, value=row["eval/reward/mean"])
+        self._progress.record_eval(version, row, value=row.get("eval/reward/mean"))
 
     async def _keep_sample(self, lease: Lease) -> None:
         groups = await asyncio.to_thread(self._buffer.read, lease.refs[:NUM_SAMPLE_GROUPS])
@@ -333,11 +337,10 @@ def _merge_evals(results: Sequence[EvalResult]) -> dict[str, float]:
     num_scored = sum(r["num_scored"] for r in results)
 
     def mean(name: Literal["reward", "length"]) -> float:
-        return sum(r[name] * r["num_scored"] for r in results) / max(1, num_scored)
+        return sum(r[name] * r["num_scored"] for r in results) / num_scored
 
-    return {
-        "eval/reward/mean": mean("reward"),
-        "eval/length/mean": mean("length"),
+    scored = {"eval/reward/mean": mean("reward"), "eval/length/mean": mean("length")} if num_scored else {}
+    return scored | {
         "eval/num_scored": num_scored,
         "eval/num_failed": sum(r["num_failed"] for r in results),
         "eval/version/min": min(r["min_version"] for r in results),
@@ -350,7 +353,7 @@ async def _first_error_or_last(training: asyncio.Task[None], generating: Sequenc
     pending: set[asyncio.Task[None]] = {training, *generating}
     while not training.done():
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        for task in sorted(done, key=lambda task: task is training):  # what a generator's end does to it is no cause
             task.result()
 
 

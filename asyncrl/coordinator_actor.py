@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from asyncrl.actors.generator import EvalResult
-from asyncrl.config import JobConfig, RLConfig, SFTConfig
+from asyncrl.buffer.stored import StoredGroup
+from asyncrl.config import JobConfig, OfflineConfig, RLConfig, SFTConfig
 from asyncrl.coordinator import Coordinator
+from asyncrl.errors import AsyncRLError
 from asyncrl.metrics import JsonlSink, Metrics, TensorBoardSink
+from asyncrl.offline import OfflineRun
 from asyncrl.process import log_to_file
 from asyncrl.progress import Progress
 from asyncrl.run_folder import RunFolder
 from asyncrl.supervised import SupervisedRun
 from asyncrl.types import GroupRef, Prompt, Ticket
 from asyncrl.wiring import Wiring
+
+OTHER_ERRORS_S = 3.0
+"""How long after the first error of a rank the others may still tell the cause."""
 
 
 class RemoteLearners:
@@ -28,11 +35,10 @@ class RemoteLearners:
         self._ranks = list(ranks)
 
     async def train_step(self, slices: list[list[GroupRef]], *, policy_version: int) -> dict[str, float]:
-        calls = [
+        return await _first_answer(
             rank.train_groups.remote(refs, policy_version=policy_version)
             for rank, refs in zip(self._ranks, slices, strict=True)
-        ]
-        return (await asyncio.gather(*calls))[0]
+        )
 
     async def train_demonstrations(self, step: int) -> dict[str, float]:
         return await self._all("train_demonstrations", step)
@@ -47,7 +53,25 @@ class RemoteLearners:
         await self._all("save", path)
 
     async def _all(self, method: str, *args: Any) -> Any:
-        return (await asyncio.gather(*(getattr(rank, method).remote(*args) for rank in self._ranks)))[0]
+        return await _first_answer(getattr(rank, method).remote(*args) for rank in self._ranks)
+
+
+async def _first_answer(calls: Iterable[Any]) -> Any:
+    """What rank 0 answers, when all have.
+
+    A rank that fails takes the others' collectives with it, and their complaints may come first: the death of a
+    process, or else an error of ours, is the cause to raise.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    if pending:
+        await asyncio.wait(pending, timeout=OTHER_ERRORS_S)
+    errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+    for kind in (RayActorError, AsyncRLError, Exception):
+        for error in errors:
+            if isinstance(error, kind):
+                raise error
+    return tasks[0].result()
 
 
 class RemoteGenerator:
@@ -80,7 +104,7 @@ class CoordinatorActor:
         self._run_folder = run_folder
         self._progress = Progress(job=config.name, num_steps=config.steps)
         self._metrics = Metrics([JsonlSink(run_folder.metrics), TensorBoardSink(run_folder.tensorboard)])
-        self._job: Coordinator | SupervisedRun | None = None
+        self._job: Coordinator | OfflineRun | SupervisedRun | None = None
 
     async def connect_rl(
         self,
@@ -99,6 +123,18 @@ class CoordinatorActor:
             buffer=wiring.connect_buffer(),
             learners=RemoteLearners(learners),
             generators=[RemoteGenerator(name, handle) for name, handle in generators.items()],
+            run_folder=self._run_folder,
+            metrics=self._metrics,
+            progress=self._progress,
+        )
+
+    async def connect_offline(self, *, groups: Sequence[StoredGroup], wiring: Wiring, learners: Sequence[Any]) -> None:
+        assert isinstance(self._config, OfflineConfig)
+        self._job = OfflineRun(
+            self._config,
+            groups=groups,
+            buffer=wiring.connect_buffer(),
+            learners=RemoteLearners(learners),
             run_folder=self._run_folder,
             metrics=self._metrics,
             progress=self._progress,

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.config import JobConfig, RLConfig
+from asyncrl.config import JobConfig, OfflineConfig, RLConfig
 from asyncrl.progress import Progress
 from asyncrl.run_folder import RunFolder
 
@@ -72,37 +72,11 @@ class Display:
             ("step", f"{progress.step} / {progress.num_steps}"),
             ("time", f"{_clock(now - progress.started_at)}   left {_clock(eta)}"),
         ]
+        if isinstance(self._config, OfflineConfig):
+            return rows + _offline_rows(latest)
         if isinstance(self._config, RLConfig):
-            rows += [
-                ("reward", f"{_number(latest, 'learner/reward/mean')}   {_spark([v for _, v in progress.curve])}"),
-                ("held-out reward", _held_out(progress)),
-                (
-                    "staleness",
-                    f"mean {_number(latest, 'learner/staleness/mean', 2)}"
-                    f"   max {_number(latest, 'learner/staleness/max', 0)}   bound {self._config.staleness_bound}",
-                ),
-                (
-                    "buffer",
-                    f"{_percent(latest, 'buffer/fill')} full   evicted {_number(latest, 'tickets/evicted', 0)}"
-                    f"   failed {_number(latest, 'tickets/failed', 0)}{_unscored(latest)}",
-                ),
-                (
-                    "tokens/s",
-                    f"generated {_number(latest, 'throughput/generated_tokens_per_s', 0)}"
-                    f"   trained {_number(latest, 'throughput/trained_tokens_per_s', 0)}",
-                ),
-                (
-                    "idle",
-                    f"generators {_percent(latest, 'idle/generators')}   learners {_percent(latest, 'idle/learners')}",
-                ),
-            ]
-        else:
-            rows += [
-                ("loss", f"{_number(latest, 'learner/loss')}   {_spark([v for _, v in progress.curve])}"),
-                ("held-out accuracy", _held_out(progress)),
-                ("tokens/s", _number(latest, "throughput/trained_tokens_per_s", 0)),
-            ]
-        return rows
+            return rows + _rl_rows(progress, self._config.staleness_bound)
+        return rows + _sft_rows(progress)
 
     def finish(self) -> None:
         """The lasting end of a run, however it ended: its curve and what was saved."""
@@ -112,8 +86,11 @@ class Display:
             return
         if len(progress.curve) > 1:
             self._console.print(Text.from_ansi(self.curve(progress)))
+            progress.latest.update(progress.averages())
             for name, value in self.rows(progress):
                 self.say(f"{name:>18}  {value}")
+        if progress.phase.startswith("done: "):
+            self.say(f"{'end':>18}  {progress.phase}")
         for path in progress.saved or ["nothing"]:
             self.say(f"{'saved':>18}  {path}")
 
@@ -141,7 +118,14 @@ class Display:
         """The most important numbers in one line."""
         latest = progress.latest
         parts = [f"step {progress.step}/{progress.num_steps}", f"left {_clock(progress.eta_s(time.time()))}"]
-        if isinstance(self._config, RLConfig):
+        if isinstance(self._config, OfflineConfig):
+            parts += [
+                f"loss {_number(latest, 'learner/loss', 4)}",
+                f"staleness {_number(latest, 'learner/staleness/mean', 1)}",
+                f"effective samples {_percent(latest, 'learner/weight/ess')}",
+                f"tokens/s {_number(latest, 'throughput/trained_tokens_per_s', 0)} trained",
+            ]
+        elif isinstance(self._config, RLConfig):
             parts += [
                 f"reward {_number(latest, 'learner/reward/mean')}",
                 f"held-out {_held_out(progress)}",
@@ -156,6 +140,8 @@ class Display:
         return "  ".join(parts)
 
     def _mode(self) -> str:
+        if isinstance(self._config, OfflineConfig):
+            return "offline"
         return self._config.mode if isinstance(self._config, RLConfig) else "sft"
 
     def _print_line(self, progress: Progress) -> None:
@@ -165,6 +151,49 @@ class Display:
         if progress.phase != phase or (progress.step != step and now - then >= LINE_EVERY_S):
             self._last_line = (now, progress.phase, progress.step)
             self.say(f"{progress.phase}: {self.line(progress)}" if progress.step else progress.phase)
+
+
+def _rl_rows(progress: Progress, bound: int) -> list[tuple[str, str]]:
+    latest = progress.latest
+    supply = f"{_percent(latest, 'buffer/fill')} full   evicted {_number(latest, 'tickets/evicted', 0)}"
+    generated = _number(latest, "throughput/generated_tokens_per_s", 0)
+    trained = _number(latest, "throughput/trained_tokens_per_s", 0)
+    return [
+        ("reward", f"{_number(latest, 'learner/reward/mean')}   {_spark([v for _, v in progress.curve])}"),
+        ("held-out reward", _held_out(progress)),
+        ("staleness", f"{_staleness(latest)}   bound {bound}"),
+        ("buffer", f"{supply}   failed {_number(latest, 'tickets/failed', 0)}{_unscored(latest)}"),
+        ("tokens/s", f"generated {generated}   trained {trained}"),
+        ("idle", f"generators {_percent(latest, 'idle/generators')}   learners {_percent(latest, 'idle/learners')}"),
+    ]
+
+
+def _offline_rows(latest: dict[str, float]) -> list[tuple[str, str]]:
+    correction = f"weights cut {_percent(latest, 'learner/weight/limited_fraction')}"
+    return [
+        ("reward", f"{_number(latest, 'learner/reward/mean')}   (of the stored rollouts)"),
+        ("staleness", f"{_staleness(latest)}   measured, not bounded"),
+        (
+            "off-policy",
+            f"effective samples {_percent(latest, 'learner/weight/ess')}   {correction}"
+            f"   kl {_number(latest, 'learner/kl/k3')}",
+        ),
+        ("buffer", f"{_percent(latest, 'buffer/fill')} left{_unscored(latest)}"),
+        ("tokens/s", f"trained {_number(latest, 'throughput/trained_tokens_per_s', 0)}"),
+    ]
+
+
+def _sft_rows(progress: Progress) -> list[tuple[str, str]]:
+    latest = progress.latest
+    return [
+        ("loss", f"{_number(latest, 'learner/loss')}   {_spark([v for _, v in progress.curve])}"),
+        ("held-out accuracy", _held_out(progress)),
+        ("tokens/s", _number(latest, "throughput/trained_tokens_per_s", 0)),
+    ]
+
+
+def _staleness(latest: dict[str, float]) -> str:
+    return f"mean {_number(latest, 'learner/staleness/mean', 2)}   max {_number(latest, 'learner/staleness/max', 0)}"
 
 
 def _number(latest: dict[str, float], name: str, digits: int = 3) -> str:

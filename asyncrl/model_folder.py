@@ -9,6 +9,8 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -40,6 +42,7 @@ def read_model_folder(path: str) -> ModelInfo:
     config = _read_config(folder, path, problems)
     architecture = _architecture(config, path, problems) if config else ""
     _check_weights(folder, path, problems)
+    _check_experts(config, path, problems)
     if problems:
         raise ConfigError(problems)
     return ModelInfo(
@@ -107,6 +110,15 @@ def _check_weights(folder: Path, path: str, problems: list[str]) -> None:
         other = sorted(p.name for p in folder.glob("*.bin"))
         found = f"only {other[0]}; convert it with save_pretrained" if other else "no weights at all"
         problems.append(f"[model] path = {path!r}: no .safetensors file in {folder.absolute()}, {found}")
+
+
+def _check_experts(config: dict[str, Any], path: str, problems: list[str]) -> None:
+    found = [key for key in EXPERT_COUNTS if isinstance(config.get(key), int) and config[key] > 1]
+    if found:
+        problems.append(
+            f"[model] path = {path!r}: config.json says {found[0]} = {config[found[0]]}; mixture-of-experts models "
+            "cannot be trained yet, take a dense one"
+        )
 
 
 def _positions(config: dict[str, Any]) -> int | None:

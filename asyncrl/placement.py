@@ -65,15 +65,16 @@ def plan_placement(config: JobConfig, *, use_gpus: bool) -> Placement:
     """One bundle each for the coordinator, generators, learner ranks and shards.
 
     Args:
-        use_gpus: give every learner rank one GPU and every engine `tensor_parallel` GPUs; otherwise threads of the CPU.
+        use_gpus: give every engine `tensor_parallel` GPUs, and every learner rank one unless its device is "cpu";
+            otherwise threads of the CPU.
     """
     learners = config.learners
     bundles = [Bundle("coordinator", LIGHT_CPU)]
     if isinstance(config, RLConfig):
         generators = config.generators
         cpus, gpus = (1, generators.tensor_parallel) if use_gpus else (generators.threads, 0)
-        bundles += [Bundle(f"generator-{i}", cpus, gpus) for i in range(generators.num)]
+        bundles += [Bundle(f"generator-{i}", cpus, gpus) for i in range(config.num_generators)]
         bundles += [Bundle(f"shard-{i}", LIGHT_CPU) for i in range(config.buffer.num_shards)]
-    cpus, gpus = (1, 1) if use_gpus else (learners.threads, 0)
+    cpus, gpus = (1, 1) if use_gpus and learners.device == "auto" else (learners.threads, 0)
     bundles += [Bundle(f"learner-{i}", cpus, gpus) for i in range(learners.num_ranks)]
     return Placement(tuple(bundles))

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
+from asyncrl.buffer.stored import StoredGroup
 from asyncrl.config import JobConfig, RLConfig, SFTConfig
 from asyncrl.data import Tokenizer, load_demonstrations, load_prompts, load_tokenizer, read_rows
 from asyncrl.errors import AsyncRLError, ConfigError, DataError, RewardError
 from asyncrl.model_folder import ModelInfo, read_model_folder
-from asyncrl.rewards.loading import check_signature, is_path, split_name
+from asyncrl.rewards.loading import check_signature
 from asyncrl.rewards.scorer import Scorer
 from asyncrl.types import Prompt
 
@@ -36,6 +38,8 @@ class Preflight:
         config: absolute paths; `generators.max_model_len` is filled.
         prompts, eval_prompts: of an RL job, in file order; empty for others.
         longest_tokens: longest prompt (RL) or longest demonstration (SFT).
+        stored: groups to train on instead of generated ones (offline), in the order of their numbers.
+        note: what else made this run, for its config.toml; may be empty.
     """
 
     config: RLConfig | SFTConfig
@@ -43,6 +47,8 @@ class Preflight:
     prompts: list[Prompt] = field(repr=False)
     eval_prompts: list[Prompt] = field(repr=False)
     longest_tokens: int
+    stored: Sequence[StoredGroup] = field(default=(), repr=False)
+    note: str = ""
 
 
 def preflight(config: JobConfig) -> Preflight:
@@ -53,6 +59,7 @@ def preflight(config: JobConfig) -> Preflight:
     """
     assert isinstance(config, RLConfig | SFTConfig)
     checks = _Problems()
+    checks.run(lambda: check_runs_dir(config))
     model = checks.run(lambda: read_model_folder(config.model.path))
     tokenizer = checks.run(lambda: _load_tokenizer(config)) if model is not None else None
     if isinstance(config, RLConfig):
@@ -100,8 +107,8 @@ def _preflight_rl(
     checks.raise_if_any()
     assert model is not None
     generators = config.generators.model_copy(update={"max_model_len": max_model_len})
-    reward = config.reward.model_copy(update={"function": _absolute_function(config.reward.function)})
-    config = _with_absolute_paths(config.model_copy(update={"generators": generators, "reward": reward}))
+    reward = config.reward.model_copy(update={"folder": _absolute(config.reward.folder or ".")})
+    config = absolute_paths(config.model_copy(update={"generators": generators, "reward": reward}))
     train, *held_out = known
     longest = max(len(prompt.tokens) for prompt in together)
     return Preflight(config, model, train, held_out[0] if held_out else [], longest)
@@ -119,7 +126,22 @@ def _preflight_sft(
         checks.run(lambda: _check_demonstration_lengths(model, rows))
     checks.raise_if_any()
     assert model is not None
-    return Preflight(_with_absolute_paths(config), model, [], [], max(len(tokens) for _, tokens in rows))
+    return Preflight(absolute_paths(config), model, [], [], max(len(tokens) for _, tokens in rows))
+
+
+def check_runs_dir(config: JobConfig) -> None:
+    """A run folder can be made there. Leaves nothing behind."""
+    runs_dir = Path(_absolute(config.runs_dir))
+    existing = next(path for path in (runs_dir, *runs_dir.parents) if path.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
+    except OSError as error:
+        raise ConfigError(f"runs_dir = {config.runs_dir!r} cannot be written: {error}") from None
+    latest = runs_dir / f"{config.name}-latest"
+    if latest.exists() and not latest.is_symlink():
+        raise ConfigError(
+            f"{latest} is in the way of the link to the newest run: rename it, or choose another name or runs_dir"
+        )
 
 
 def _load_tokenizer(config: JobConfig) -> Tokenizer:
@@ -154,6 +176,7 @@ async def _check_reward(config: RLConfig, files: Sequence[list[Prompt]]) -> None
         for prompts in files:
             source = prompts[0].prompt_id.rpartition(":")[0]
             check_signature(signature, function=function, columns=prompts[0].row, source=source)
+            _check_hidden_columns(prompts, source, config.data.prompt_column)
             _check_every_row(prompts, signature.required, function)
         if files:
             await _first_call(scorer, files[0][0])
@@ -169,6 +192,14 @@ async def _first_call(scorer: Scorer, prompt: Prompt) -> None:
             f"{error}\n(this was a trial call with the prompt of {prompt.prompt_id} and an empty completion, "
             f"which a model may well produce)"
         ) from None
+
+
+def _check_hidden_columns(prompts: Sequence[Prompt], source: str, prompt_column: str) -> None:
+    for name in ("completion", *(("prompt",) if prompt_column != "prompt" else ())):
+        if name in prompts[0].row:
+            raise DataError(
+                f"{source}: rename column {name!r}: a reward function gets the {name} of the rollout under that name"
+            )
 
 
 def _check_every_row(prompts: Sequence[Prompt], required: Sequence[str], function: str) -> None:
@@ -243,7 +274,7 @@ def _max_model_len(config: RLConfig, model: ModelInfo, prompts: Sequence[Prompt]
     return length
 
 
-def _with_absolute_paths(config: T) -> T:
+def absolute_paths(config: T) -> T:
     """The same configuration, valid in any working directory. Links are followed for the model: a run does not change
     the model it began with when a `-latest` link moves on."""
     assert isinstance(config, RLConfig | SFTConfig)
@@ -259,12 +290,3 @@ def _with_absolute_paths(config: T) -> T:
 
 def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
-
-
-def _absolute_function(function: str) -> str:
-    """A file by its absolute path; also for a module that is a file of the working directory."""
-    source, name = split_name(function)
-    if is_path(source):
-        return f"{_absolute(source)}:{name}"
-    file = Path.cwd() / f"{source}.py"
-    return f"{file}:{name}" if file.is_file() else function

@@ -19,15 +19,20 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, config: JobConfig) -> RunFolder:
-        """Make runs_dir/NAME-TIME with the resolved config, and point runs_dir/NAME-latest to it."""
+    def create(cls, config: JobConfig, *, note: str = "") -> RunFolder:
+        """Make runs_dir/NAME-TIME with the resolved config, and point runs_dir/NAME-latest to it.
+
+        Args:
+            note: lines that go before the config as comments.
+        """
         runs_dir = Path(config.runs_dir).absolute()
         stamp = time.strftime("%Y%m%d-%H%M%S")
         try:
             run = cls(_make_unused(runs_dir, f"{config.name}-{stamp}"))
             run.logs.mkdir()
             run.rollouts.mkdir()
-            (run.path / "config.toml").write_text(resolved_toml(config))
+            comment = "".join(f"# {line}\n" for line in note.splitlines())
+            (run.path / "config.toml").write_text(comment + resolved_toml(config))
             _replace_link(runs_dir / f"{config.name}-latest", run.path.name)
         except OSError as error:
             raise ConfigError(f"runs_dir = {config.runs_dir!r} cannot be written: {error}") from error
@@ -53,6 +58,11 @@ class RunFolder:
     def model(self) -> Path:
         """The final model, a Hugging Face folder."""
         return self.path / "model"
+
+    @property
+    def shards(self) -> Path:
+        """Addresses of the buffer's shards while the run goes on, see shards_file."""
+        return self.path / "shards.json"
 
     def checkpoint(self, step: int) -> Path:
         """The model after `step` optimizer batches, a Hugging Face folder."""

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate that `name` most likely stands for, or None.
 
-    Knows typing errors ("learing_rate"), word order and letter case, and abbreviations ("learning_rate" -> "lr").
+    Knows typing errors ("learing_rate"), word order and letter case, and abbreviations ("learning_rate",
+    "lrate" -> "lr").
     """
     names = list(candidates)
     by_form = {form: name for name in reversed(names) for form in (_plain(name), _sorted_words(name))}
@@ -19,7 +20,9 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     close = difflib.get_close_matches(_plain(name), by_form, n=1, cutoff=0.6)
     if close:
         return by_form[close[0]]
-    return next((n for n in names if n == _initials(name) or name == _initials(n)), None)
+    initials = [n for n in names if n == _initials(name) or name == _initials(n)]
+    beginnings = sorted((n for n in names if len(n) > 1 and name.startswith(n)), key=len, reverse=True)
+    return next(iter([*initials, *beginnings]), None)
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

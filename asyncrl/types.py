@@ -106,8 +106,8 @@ class Group:
 
     @property
     def min_version(self) -> int:
-        """Oldest policy version in the group."""
-        return min(r.min_version for r in self.rollouts)
+        """Oldest policy version in the group, of the rollouts that sampled a token; -1 without any."""
+        return min((r.min_version for r in self.rollouts if r.min_version >= 0), default=-1)
 
 
 @dataclass(frozen=True, slots=True)

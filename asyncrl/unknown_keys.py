@@ -67,7 +67,8 @@ class UnknownKeys:
         for job, other in JOBS.items():
             if other is not self._model and lookup(other, (*path, key)):
                 return f'; it belongs to job = "{job}", and this is job = "{self._job_name()}"'
-        alias = _KNOWN_AS.get(key)
+        longer = [name for name in here if name.startswith(f"{key}_")]
+        alias = _KNOWN_AS.get(key) or (longer[0] if len(longer) == 1 else None)
         elsewhere = {} if is_section else _owners(self._model)
         exact = [name for name, known in ((alias, here), (key, elsewhere), (alias, elsewhere)) if name in known]
         found = exact[0] if exact else nearest(key, here) or nearest(key, elsewhere)

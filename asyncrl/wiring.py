@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncrl.buffer import CurveKeys, ReplayBuffer, ServerKeys, ShardAddress, new_keys
+from asyncrl.shared_folder import SharedFolder
 
 if TYPE_CHECKING:
     from asyncrl.weights import WeightManifest, WeightPublisher
@@ -33,6 +34,10 @@ class Wiring:
     def weights_dir(self) -> str:
         """For published and pulled weights."""
         return os.path.join(self.shared_dir, "weights")
+
+    def hold(self) -> SharedFolder:
+        """Keep shared_dir of this host as long as the caller lives."""
+        return SharedFolder(self.shared_dir)
 
     def connect_buffer(self) -> ReplayBuffer:
         return ReplayBuffer(self.addresses, client_keys=self.keys)

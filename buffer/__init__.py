@@ -7,6 +7,7 @@ if __name__ != "asyncrl.buffer":
     raise ImportError("import this package as asyncrl.buffer")
 
 from asyncrl.buffer.client import Lease, ReplayBuffer
+from asyncrl.buffer.columns import Columns
 from asyncrl.buffer.keys import CurveKeys, ServerKeys, ShardAddress, new_keys
 from asyncrl.buffer.sampling import Sampling
 from asyncrl.buffer.schema import SCHEMA, SCHEMA_VERSION
@@ -20,6 +21,7 @@ __all__ = [
     "SCHEMA",
     "SCHEMA_VERSION",
     "BufferStats",
+    "Columns",
     "CurveKeys",
     "Lease",
     "ReplayBuffer",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import zmq
@@ -45,6 +47,8 @@ class Connection:
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.maxmsgsize = MAX_FRAME_BYTES
+        # As many waits as fill the timeout, none longer than RESEND_S.
+        self._socket.rcvtimeo = math.ceil(timeout_s * 1e3 / max(1, math.ceil(timeout_s / RESEND_S)))
         try:
             secure_client(self._socket, address, keys)
             self._socket.connect(address.endpoint)
@@ -55,22 +59,7 @@ class Connection:
     def request(self, op: str, fields: Mapping[str, Any], payloads: Sequence[Any] = ()) -> Message:
         """The reply. Raises ShardTimeout without one, ReplayBufferError with the shard's words when it refused."""
         with self._lock:
-            request_id = self._send(op, fields, payloads)
-            deadline = time.monotonic() + self._timeout_s
-            while True:
-                wait = min(RESEND_S, deadline - time.monotonic())
-                if not self._socket.poll(max(0, int(wait * 1e3))):
-                    if time.monotonic() + 1e-3 > deadline:
-                        raise ShardTimeout(self._explain(op))
-                    self._send(op, fields, payloads, request_id)
-                    continue
-                reply = unpack([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
-                # Other ids belong to requests that were given up; none at all, to a request that was not understood.
-                if reply.header.get("id") in (request_id, None):
-                    break
-        if reply.header.get("ok") is not True:
-            raise ReplayBufferError(f"buffer shard {self.endpoint} refused {op}: {reply.text('error')}")
-        return reply
+            return self._await(self._send(op, fields, payloads), op, fields, payloads)
 
     def post(self, op: str, fields: Mapping[str, Any]) -> None:
         """Send a request without waiting for its reply. Never raises."""
@@ -85,6 +74,24 @@ class Connection:
     def close(self) -> None:
         with self._lock:
             self._socket.close()
+
+    def _await(self, request_id: int, op: str, fields: Mapping[str, Any], payloads: Sequence[Any]) -> Message:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                frames = self._socket.recv_multipart(copy=False)
+            except zmq.Again:
+                if time.monotonic() + 1e-3 > deadline:
+                    raise ShardTimeout(self._explain(op)) from None
+                self._send(op, fields, payloads, request_id)
+                continue
+            reply = unpack([frame.buffer for frame in frames])
+            # Other ids belong to requests that were given up; none at all, to a request that was not understood.
+            if reply.header.get("id") in (request_id, None):
+                break
+        if reply.header.get("ok") is not True:
+            raise ReplayBufferError(f"buffer shard {self.endpoint} refused {op}: {reply.text('error')}")
+        return reply
 
     def _send(self, op: str, fields: Mapping[str, Any], payloads: Sequence[Any], request_id: int | None = None) -> int:
         if self._socket.closed:
@@ -105,3 +112,16 @@ class Connection:
             f"buffer shard {self.endpoint} did not answer {op} within {self._timeout_s:g} s: "
             f"is it alive, reachable from this machine{keys}?"
         )
+
+
+def request_all(requests: Sequence[tuple[Connection, str, Mapping[str, Any], Sequence[Any]]]) -> list[Message]:
+    """As Connection.request for each, all on their way at once, and all carried out whichever is refused.
+
+    Connections come in the same order in every call, each at most once: a call holds all of them.
+    """
+    with ExitStack() as held:
+        sent = []
+        for connection, *request in requests:
+            held.enter_context(connection._lock)
+            sent.append((connection, connection._send(*request), request))
+        return [connection._await(request_id, *request) for connection, request_id, request in sent]

@@ -15,10 +15,12 @@ from asyncrl.buffer.records import RECORD_BYTES, Record, is_intact, unpack_recor
 from asyncrl.buffer.segments import pwrite_all
 from asyncrl.errors import ReplayBufferError
 
+LOG = "log"
+"""Its name in the shard's folder."""
 COMPACT_FROM = 1 << 14
 """A log shorter than this many records is never compacted."""
 RESERVE_BYTES = 1 << 18
-"""Room for 2,048 records."""
+"""Room for 2,048 records, set aside after the end as zeros."""
 
 
 class ShardLog:
@@ -42,15 +44,8 @@ class ShardLog:
 
     def read(self) -> Iterator[Record]:
         """The records so far; a torn end is cut off. Raises ReplayBufferError when one in the middle is damaged."""
-        data = memoryview(os.pread(self._fd, self._end, 0))
-        whole = [data[at : at + RECORD_BYTES] for at in range(0, len(data) - RECORD_BYTES + 1, RECORD_BYTES)]
-        while whole and not is_intact(whole[-1]):
-            whole.pop()
-        for index, record in enumerate(whole):
-            try:
-                yield unpack_record(record)
-            except ReplayBufferError as error:
-                raise ReplayBufferError(f"{self._path}, record {index}: {error}") from error
+        whole = _whole_records(_written(os.pread(self._fd, self._end, 0)))
+        yield from _unpack(whole, self._path)
         self._end = self._allocated = len(whole) * RECORD_BYTES
         os.ftruncate(self._fd, self._end)
 
@@ -96,6 +91,7 @@ class ShardLog:
         self._end = self._allocated = len(data)
 
     def close(self) -> None:
+        os.ftruncate(self._fd, self._end)
         os.close(self._fd)
 
     def _allocate(self, num_bytes: int) -> None:
@@ -109,3 +105,48 @@ class ShardLog:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ReplayBufferError(f"the buffer's log {path} cannot be opened: {error.strerror}") from error
+
+
+def read_log(path: Path) -> tuple[list[Record], int]:
+    """The records of a log, and the bytes of a torn end after them, without changing it.
+
+    Raises ReplayBufferError when it cannot be read or a record before the end is damaged.
+    """
+    try:
+        data = _written(path.read_bytes())
+    except OSError as error:
+        raise ReplayBufferError(f"the buffer's log {path} cannot be read: {error.strerror}") from error
+    whole = _whole_records(data)
+    return list(_unpack(whole, path)), len(data) - len(whole) * RECORD_BYTES
+
+
+def check_log(path: Path) -> None:
+    """Raises ReplayBufferError when a log that is not empty has no intact record: to cut its end off would empty it."""
+    data = _written(path.read_bytes()) if path.exists() else b""
+    if len(data) >= RECORD_BYTES and not _whole_records(data):
+        raise ReplayBufferError(
+            f"the buffer's log {path} has no record that this asyncrl can read: another version of asyncrl wrote it, "
+            f"or it is damaged; read the folder with the asyncrl that wrote it, or start in an empty one"
+        )
+
+
+def _written(data: bytes) -> bytes:
+    """Without the zeros of the reserve."""
+    return data[: -(-len(data.rstrip(b"\0")) // RECORD_BYTES) * RECORD_BYTES]
+
+
+def _whole_records(data: bytes) -> list[memoryview]:
+    """All records up to the last intact one."""
+    view = memoryview(data)
+    whole = [view[at : at + RECORD_BYTES] for at in range(0, len(view) - RECORD_BYTES + 1, RECORD_BYTES)]
+    while whole and not is_intact(whole[-1]):
+        whole.pop()
+    return whole
+
+
+def _unpack(records: Iterable[memoryview], path: Path) -> Iterator[Record]:
+    for index, record in enumerate(records):
+        try:
+            yield unpack_record(record)
+        except ReplayBufferError as error:
+            raise ReplayBufferError(f"{path}, record {index}: {error}") from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import xxhash
@@ -25,7 +25,7 @@ RECORD_BYTES = _ENTRY.size + _CHECK.size
 class Kind(IntEnum):
     """What happened. Fields that a kind does not need are zero."""
 
-    APPEND = 1  # an entry; owner: the writer
+    APPEND = 1  # an entry
     LEASE = 2  # group_id goes to the lease `owner`, which lasts `number` milliseconds without a renewal
     RELEASE = 3  # group_id is free again
     COMMIT = 4  # group_id was trained on for the last time, under the lease `owner`
@@ -41,6 +41,9 @@ class Kind(IntEnum):
     BLOCK = 14  # a message of a segment that is not sealed; its group may be gone
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Where a group lies and what is known without reading it.
@@ -52,6 +55,7 @@ class Entry:
         metadata_length: bytes of the message before its body, as an Arrow file's footer records it.
         checksum: xxh3_64 of the message, made by the writer.
         uses: how often the group was trained on before it came here, from a snapshot.
+        packed: the record that it came in, so that it is not packed again.
     """
 
     ref: GroupRef
@@ -60,6 +64,7 @@ class Entry:
     metadata_length: int
     checksum: int
     uses: int = 0
+    packed: bytes = field(default=b"", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +76,13 @@ class Record:
     owner: bytes = NO_ID
 
 
-def pack_entry(entry: Entry, kind: Kind = Kind.APPEND, owner: bytes = NO_ID) -> bytes:
-    """The bytes of a record about this entry."""
+def pack_entry(entry: Entry) -> bytes:
+    """The bytes of the record that this entry was appended."""
+    if entry.packed:
+        return entry.packed
     ref = entry.ref
     data = _ENTRY.pack(
-        kind,
+        Kind.APPEND,
         entry.segment,
         entry.offset,
         ref.nbytes,
@@ -83,7 +90,7 @@ def pack_entry(entry: Entry, kind: Kind = Kind.APPEND, owner: bytes = NO_ID) -> 
         ref.num_rows,
         entry.checksum,
         ref.group_id,
-        owner,
+        NO_ID,
         ref.number,
         ref.max_tokens,
         entry.uses,
@@ -141,10 +148,9 @@ def unpack_record(data: bytes | memoryview, shard: int = 0) -> Record:
         reward_mean,
         reward_std,
     ) = _ENTRY.unpack_from(data)
-    try:
-        kind = Kind(kind)
-    except ValueError:
-        raise ReplayBufferError(f"a buffer record of unknown kind {kind}: written by another asyncrl?") from None
+    known = _KINDS.get(kind)
+    if known is None:
+        raise ReplayBufferError(f"a buffer record of unknown kind {kind}: written by another asyncrl?")
     ref = GroupRef(
         shard=shard,
         group_id=group_id,
@@ -158,7 +164,8 @@ def unpack_record(data: bytes | memoryview, shard: int = 0) -> Record:
         reward_mean=reward_mean,
         reward_std=reward_std,
     )
-    return Record(kind, Entry(ref, segment, offset, metadata_length, checksum, uses), owner)
+    packed = bytes(data) if known is Kind.APPEND else b""
+    return Record(known, Entry(ref, segment, offset, metadata_length, checksum, uses, packed), owner)
 
 
 def unpack_records(data: bytes | memoryview, shard: int = 0) -> Iterator[Record]:

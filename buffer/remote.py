@@ -31,14 +31,14 @@ Result = bool | str | None
 
 class RemoteShard:
     """Thread-safe. `group_bytes` is what the shard's groups took at the last append; `request` and `post` are those of
-    its connection. Renewals have one of their own: no request to this shard, or to another, may hold them up."""
+    its `connection`. Renewals have one of their own: no request to this shard, or to another, may hold them up."""
 
     def __init__(self, connection: Connection, *, renewals: Connection) -> None:
         self.endpoint = connection.endpoint
         self.group_bytes = 0
         self.draining = False
         self.request, self.post = connection.request, connection.post
-        self._connection = connection
+        self.connection = connection
         self._renewals = renewals
         self._lock = threading.Lock()  # of the writer and the reader
         self._directory: Path | None = None
@@ -109,7 +109,7 @@ class RemoteShard:
             if self._writer_lock is not None:
                 self._writer_lock.close()
                 self._writer_lock = None
-        self._connection.close()
+        self.connection.close()
         self._renewals.close()
 
     def renew(self, leases: Sequence[bytes]) -> None:
@@ -147,12 +147,14 @@ class RemoteShard:
         results: list[Result] = []
         written: list[bytes] = []
         for group in groups:
-            if not self._writer.fits(group.message.size):
+            offset = self._writer.write(group.message)
+            if offset is None:  # no room for it, or none on the disk: a segment that was used before may have some
                 results += self._acknowledge(written)
                 written = []
                 if not self._next_segment(group.message.size):
                     return results + [None] * (len(groups) - len(results))
-            offset = self._writer.write(group.message)
+                offset = self._writer.write(group.message, or_fail=True)
+                assert offset is not None
             entry = Entry(
                 group.ref,
                 self._writer.number,

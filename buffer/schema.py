@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
+from asyncrl.buffer.message import MessageFrame, MessageLayout, MessageView, bitmap, numbers, offsets, text, texts
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import FINISH_REASONS, Group, GroupRef, Rollout
 
@@ -54,6 +58,9 @@ SCHEMA = pa.schema(
 """One trajectory = one row. reward is null where scoring failed (the cause is `error` in the JSON of `extra`);
 created_at is unix seconds, seconds the time the rollout took; token_rewards is null without process rewards."""
 
+LAYOUT = MessageLayout(SCHEMA)
+# A map is a list of structs of keys and values: their buffers follow the list's two and the struct's one.
+_PART_KEYS, _PART_VALUES = LAYOUT.first_buffer["reward_parts"] + 4, LAYOUT.first_buffer["reward_parts"] + 7
 _PER_TOKEN = ("loss_mask", "behaviour_logprobs", "policy_versions")
 _INT32 = np.dtype(np.int32)
 _RESPONSE_DTYPES: dict[str, Any] = {
@@ -74,31 +81,226 @@ class EncodedGroup:
 
 
 def encode_group(group: Group) -> EncodedGroup:
-    """The group as one Arrow IPC record batch message. Raises ReplayBufferError when it is not well formed."""
-    return encode_groups([group])[0]
+    """The group as one Arrow IPC record batch message.
+
+    Raises ReplayBufferError, which names the group, when ids, lengths, types, values or finish reasons are wrong.
+    """
+    if len(group.group_id) != 16 or not group.rollouts:
+        raise ReplayBufferError(
+            f"group {group.number} needs an id of 16 bytes and a rollout at least; "
+            f"got {len(group.group_id)} bytes, {len(group.rollouts)} rollouts"
+        )
+    prompt = _cast(group.prompt_tokens, _INT32, f"group {group.number}: prompt_tokens")
+    try:
+        return _encode(group, prompt)
+    except (TypeError, ValueError, BufferError):
+        # An array of another type: converted where nothing is lost by it, else refused by name.
+        return _encode(
+            replace(group, rollouts=tuple(_cast_rollout(group, i) for i in range(len(group.rollouts)))), prompt
+        )
 
 
 def encode_groups(groups: Sequence[Group]) -> list[EncodedGroup]:
-    """As encode_group for each; several at once cost a fraction per group, since Arrow arrays are built once for all.
+    """As encode_group for each. When one is not well formed, none is encoded."""
+    return [encode_group(group) for group in groups]
 
-    Raises ReplayBufferError, which names the group, when one is not well formed; then none is encoded.
-    """
-    if not groups:
-        return []
-    batch = groups_to_batch(groups)
-    sizes = [len(group.rollouts) for group in groups]
-    ends = np.cumsum(sizes).tolist()
-    refs = _describe_groups(batch, groups, sizes, ends)
-    messages = [batch.slice(end - size, size).serialize() for size, end in zip(sizes, ends, strict=True)]
-    return [
-        EncodedGroup(message, GroupRef(shard=0, nbytes=message.size, **ref))
-        for message, ref in zip(messages, refs, strict=True)
+
+def _encode(group: Group, prompt: np.ndarray) -> EncodedGroup:
+    """Raises TypeError or ValueError when an array is not of the very type that is stored."""
+    rollouts, n = group.rollouts, len(group.rollouts)
+    responses = [r.response for r in rollouts]
+    lengths = [length for (length,) in [response.shape for response in responses]]
+    tokens = _join([part for response in responses for part in (prompt, response)], _INT32)
+    masks, logprobs, versions = (_join_aligned(group, name, responses) for name in _PER_TOKEN)
+    _check_logprobs(np.frombuffer(logprobs, np.float32), lengths, group)
+    min_versions, max_version = _version_range(versions, masks, lengths)
+    num_items, num_tokens = sum(lengths), len(tokens) // _INT32.itemsize
+    rewards = numbers("reward", "f", [r.reward for r in rollouts])
+    scored = [reward == reward for reward in rewards]
+    parts = [item for r in rollouts for item in r.reward_parts.items()]
+    part_ends = offsets([len(r.reward_parts) for r in rollouts]) if parts else b""
+    errors = [r.error for r in rollouts]
+    failed = [error is not None for error in errors]
+    extra_ends, extra = texts("extra", tuple(map(_extra, errors))) if any(failed) else (b"", b"")
+    reasons = tuple([r.finish_reason for r in rollouts])
+    _check_finish_reasons(set(reasons))
+    reason_ends, reason = texts("finish_reason", reasons)
+    key_ends, keys = texts("reward_parts", tuple([key for key, _ in parts]))
+    prompt_id, generator = text("prompt_id", group.prompt_id), text("generator", group.generator)
+    frame = _frame(n)
+    response_ends = frame.pack_ends(*accumulate(lengths, initial=0))
+    fixed = (
+        b"".join([xxhash.xxh3_128_digest(group.group_id + index) for index in frame.each_index]),
+        group.group_id * n,
+        numbers("number", "q", [group.number]).tobytes() * n,
+        numbers("created_at", "d", [group.created_at]).tobytes() * n,
+        numbers("seconds", "d", [r.seconds for r in rollouts]).tobytes(),
+        *frame.constant,
+        frame.pack_ends(*accumulate([prompt.size + length for length in lengths], initial=0)),
+        prompt.size.to_bytes(4, "little") * n,
+        response_ends,
+        response_ends,
+        response_ends,
+        array("i", min_versions).tobytes(),
+        rewards.tobytes(),
+        bitmap(scored),
+        bitmap(failed),
+        _even_ends(n, len(prompt_id)),
+        _even_ends(n, len(generator)),
+        part_ends,
+        reason_ends,
+        extra_ends,
+    )
+    at, node = LAYOUT.first_buffer, LAYOUT.first_node
+    variable = (
+        (at["tokens"] + 3, tokens),
+        (at["loss_mask"] + 3, np.packbits(np.frombuffer(masks, np.bool_), bitorder="little").tobytes()),
+        (at["behaviour_logprobs"] + 3, logprobs),
+        (at["policy_versions"] + 3, versions),
+        (at["prompt_id"] + 2, prompt_id * n),
+        (at["finish_reason"] + 2, reason),
+        (at["generator"] + 2, generator * n),
+        (at["extra"] + 2, extra),
+        (_PART_KEYS, key_ends),
+        (_PART_KEYS + 1, keys),
+        (_PART_VALUES, numbers("reward_parts", "f", [value for _, value in parts]).tobytes()),
+    )
+    nodes = (
+        (node["tokens"] + 1, num_tokens, 0),
+        *[(node[name] + 1, num_items, 0) for name in _PER_TOKEN],
+        *[(node["reward_parts"] + nested, len(parts), 0) for nested in (1, 2, 3)],
+        (node["reward"], n, n - sum(scored)),
+        (node["token_rewards"], n, n),
+        (node["extra"], n, n - sum(failed)),
+    )
+    message = pa.py_buffer(frame.messages.pack(fixed, variable, nodes))
+    mean, std = _spread(rewards)
+    ref = GroupRef(
+        shard=0,
+        group_id=group.group_id,
+        number=group.number,
+        num_rows=n,
+        num_tokens=num_tokens,
+        max_tokens=prompt.size + max(lengths),
+        min_version=_oldest(min_versions),
+        max_version=max_version,
+        nbytes=message.size,
+        reward_mean=mean,
+        reward_std=std,
+    )
+    return EncodedGroup(message, ref)
+
+
+class _Frame(NamedTuple):
+    """What only depends on the number of rows."""
+
+    messages: MessageFrame
+    pack_ends: Callable[..., bytes]  # the n + 1 offsets of a list or string column
+    each_index: tuple[bytes, ...]
+    constant: tuple[bytes, ...]  # group_size, group_index, and token_rewards, which are all null
+
+
+@lru_cache(maxsize=64)
+def _frame(n: int) -> _Frame:
+    at = LAYOUT.first_buffer
+    ends, bits = 4 * n + 4, -(-n // 8)
+    fixed = [
+        *((at[name] + 1, 16 * n) for name in ("trajectory_id", "group_id")),
+        *((at[name] + 1, 8 * n) for name in ("number", "created_at", "seconds")),
+        *((at[name] + 1, 2 * n) for name in ("group_size", "group_index")),
+        *((at["token_rewards"], bits), (at["token_rewards"] + 1, ends)),
+        *((at["tokens"] + 1, ends), (at["prompt_length"] + 1, 4 * n)),
+        *((at[name] + 1, ends) for name in _PER_TOKEN),
+        *((at[name] + 1, 4 * n) for name in ("min_version", "reward")),
+        *((at["reward"], bits), (at["extra"], bits)),
+        *((at[name] + 1, ends) for name in ("prompt_id", "generator", "reward_parts", "finish_reason", "extra")),
     ]
+    each = tuple(i.to_bytes(2, "little") for i in range(n))
+    pack_ends = struct.Struct(f"<{n + 1}i").pack
+    return _Frame(
+        MessageFrame(LAYOUT, n, fixed),
+        pack_ends,
+        each,
+        (n.to_bytes(2, "little", signed=True) * n, b"".join(each), b"", b""),
+    )
+
+
+@lru_cache(maxsize=256)
+def _even_ends(n: int, size: int) -> bytes:
+    """The offsets of n strings of that many bytes."""
+    return offsets([size] * n)
+
+
+def _extra(error: str | None) -> str:
+    return "" if error is None else json.dumps({"error": error})
 
 
 def decode_group(message: Any) -> Group:
-    """Inverse of encode_group; `message` is any buffer. Arrays are read-only views of it."""
-    return batch_to_group(read_batch(message))
+    """Inverse of encode_group, for the message of one whole group in any buffer. Arrays are read-only views of it."""
+    try:
+        return _decode(message)
+    except (ValueError, IndexError, struct.error) as error:
+        raise ReplayBufferError(f"a stored group is not an Arrow record batch message: {error}") from error
+
+
+def _decode(message: Any) -> Group:
+    view = LAYOUT.unpack(message)
+    prompt_length = int(view.column("prompt_length", np.int32)[0])
+    bounds = view.offsets("tokens").tolist()
+    tokens = view.items("tokens", np.int32, bounds[-1])
+    per_token: list[list[np.ndarray]] = []
+    for name in _PER_TOKEN:
+        ends = view.offsets(name).tolist()
+        items = view.items(name, _RESPONSE_DTYPES[name].type, ends[-1])
+        per_token.append([items[start:end] for start, end in pairwise(ends)])
+    rewards = view.column("reward", np.float32)
+    if (scored := view.valid("reward")) is not None:
+        rewards = np.where(scored, rewards, np.float32("nan"))
+    failed = view.valid("extra")
+    has_extra = [True] * view.num_rows if failed is None else failed.tolist()
+    extras = view.strings("extra") if any(has_extra) else has_extra
+    rollouts = tuple(
+        Rollout(
+            response=tokens[start + prompt_length : end],
+            loss_mask=mask,
+            behaviour_logprobs=logprobs,
+            policy_versions=versions,
+            reward=reward,
+            finish_reason=reason,
+            seconds=seconds,
+            reward_parts=parts,
+            error=json.loads(extra).get("error") if has else None,
+        )
+        for (start, end), mask, logprobs, versions, reward, reason, seconds, parts, has, extra in zip(
+            pairwise(bounds),
+            *per_token,
+            rewards.tolist(),
+            view.strings("finish_reason"),
+            view.column("seconds", np.float64).tolist(),
+            _reward_parts(view),
+            has_extra,
+            extras,
+            strict=True,
+        )
+    )
+    return Group(
+        group_id=view.column("group_id", "V16")[0].tobytes(),
+        number=int(view.column("number", np.int64)[0]),
+        prompt_id=view.strings("prompt_id", 1)[0],
+        prompt_tokens=tokens[bounds[0] : bounds[0] + prompt_length],
+        rollouts=rollouts,
+        generator=view.strings("generator", 1)[0],
+        created_at=float(view.column("created_at", np.float64)[0]),
+    )
+
+
+def _reward_parts(view: MessageView) -> list[dict[str, float]]:
+    ends = view.offsets("reward_parts").tolist()
+    if ends[-1] == 0:
+        return [{} for _ in range(view.num_rows)]
+    names = view.texts(_PART_KEYS, ends[-1])
+    values = view.values(_PART_VALUES, np.float32, ends[-1]).tolist()
+    return [dict(zip(names[a:b], values[a:b], strict=True)) for a, b in pairwise(ends)]
 
 
 def read_batch(message: Any) -> pa.RecordBatch:
@@ -127,78 +329,9 @@ def check_schema(schema: pa.Schema, *, what: str = "these trajectories") -> None
 
 
 def groups_to_batch(groups: Sequence[Group]) -> pa.RecordBatch:
-    """One row per rollout, group after group.
-
-    Raises ReplayBufferError, which names the group, when ids, lengths, types, values or finish reasons are wrong.
-    """
-    for group in groups:
-        _check_group(group)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    sizes = np.array([len(group.rollouts) for group in groups], np.int16)
-    prompts = [_cast(group.prompt_tokens, _INT32, f"group {group.number}: prompt_tokens") for group in groups]
-    per_row = [(group, index) for group in groups for index in range(len(group.rollouts))]
-    responses, flat = _response_columns(per_row)
-    lengths = np.array([len(r) for r in responses], np.int32)
-    prompt_lengths = np.repeat(np.array([p.size for p in prompts], np.int32), sizes)
-    _check_values(flat, lengths, per_row)
-    row_prompts = (prompt for prompt, size in zip(prompts, sizes.tolist(), strict=True) for _ in range(size))
-    tokens = [part for pair in zip(row_prompts, responses, strict=True) for part in pair]
-    parts = [list(r.reward_parts.items()) for r in rollouts]
-    errors = [None if r.error is None else json.dumps({"error": r.error}) for r in rollouts]
-    columns: dict[str, pa.Array | np.ndarray | list[Any]] = {
-        "trajectory_id": _binary16([xxhash.xxh3_128_digest(g.group_id + i.to_bytes(2, "little")) for g, i in per_row]),
-        "group_id": _binary16([group.group_id for group, _ in per_row]),
-        "number": np.repeat(_per_group(groups, "number", np.int64), sizes),
-        "prompt_id": [group.prompt_id for group, _ in per_row],
-        "group_size": np.repeat(sizes, sizes),
-        "group_index": np.array([index for _, index in per_row], np.int16),
-        "tokens": _list_array(np.concatenate(tokens), lengths + prompt_lengths),
-        "prompt_length": prompt_lengths,
-        **{name: _list_array(flat[name], lengths) for name in _PER_TOKEN},
-        "min_version": _min_versions(flat["policy_versions"], flat["loss_mask"], lengths),
-        "reward": _rewards(rollouts),
-        "reward_parts": parts,
-        "token_rewards": [None] * len(rollouts),
-        "finish_reason": [r.finish_reason for r in rollouts],
-        "generator": [group.generator for group, _ in per_row],
-        "created_at": np.repeat(_per_group(groups, "created_at", np.float64), sizes),
-        "seconds": [r.seconds for r in rollouts],
-        "extra": errors,
-    }
-    return pa.RecordBatch.from_arrays([_array(name, columns[name]) for name in SCHEMA.names], schema=SCHEMA)
-
-
-def batch_to_group(batch: pa.RecordBatch) -> Group:
-    """Inverse of groups_to_batch for one group, for a batch that describe accepts."""
-    column = {name: batch.column(i) for i, name in enumerate(SCHEMA.names)}
-    prompt_length = column["prompt_length"][0].as_py()
-    tokens = list_rows(column["tokens"])
-    plain = {n: column[n].to_pylist() for n in ("reward", "finish_reason", "seconds", "reward_parts", "extra")}
-    rollouts = tuple(
-        Rollout(
-            response=row[prompt_length:],
-            loss_mask=mask,
-            behaviour_logprobs=logprobs,
-            policy_versions=versions,
-            reward=float("nan") if reward is None else reward,
-            finish_reason=reason,
-            seconds=seconds,
-            reward_parts=dict(parts),
-            error=None if extra is None else json.loads(extra).get("error"),
-        )
-        for row, mask, logprobs, versions, reward, reason, seconds, parts, extra in zip(
-            tokens, *(list_rows(column[name]) for name in _PER_TOKEN), *plain.values(), strict=True
-        )
-    )
-    return Group(
-        group_id=column["group_id"][0].as_py(),
-        number=column["number"][0].as_py(),
-        prompt_id=column["prompt_id"][0].as_py(),
-        prompt_tokens=tokens[0][:prompt_length],
-        rollouts=rollouts,
-        generator=column["generator"][0].as_py(),
-        created_at=column["created_at"][0].as_py(),
-    )
+    """One row per rollout, group after group. Raises ReplayBufferError as encode_group."""
+    batches = [read_batch(encoded.message) for encoded in encode_groups(groups)]
+    return batches[0] if len(batches) == 1 else pa.Table.from_batches(batches, SCHEMA).combine_chunks().to_batches()[0]
 
 
 def describe(batch: pa.RecordBatch, nbytes: int) -> GroupRef:
@@ -207,9 +340,9 @@ def describe(batch: pa.RecordBatch, nbytes: int) -> GroupRef:
         batch.validate(full=True)
     except pa.ArrowException as error:
         raise ReplayBufferError(f"a group is malformed: {error}") from error
-    for field, array in zip(SCHEMA, batch.columns, strict=True):
-        inner = array.values.null_count if pa.types.is_list(field.type) else 0
-        if inner or (not field.nullable and array.null_count):
+    for field, column in zip(SCHEMA, batch.columns, strict=True):
+        inner = column.values.null_count if pa.types.is_list(field.type) else 0
+        if inner or (not field.nullable and column.null_count):
             raise ReplayBufferError(f"a group is malformed: nulls in column {field.name}")
     group_id, number = _only_value(batch, "group_id"), _only_value(batch, "number")
     name = f"group {number} ({group_id.hex()})"
@@ -225,7 +358,7 @@ def describe(batch: pa.RecordBatch, nbytes: int) -> GroupRef:
         if (np.diff(batch.column(column).offsets.to_numpy()) != lengths - prompt_length).any():
             raise ReplayBufferError(f"{name}: column {column} is not aligned with the response tokens")
     flat = {column: np.concatenate(list_rows(batch.column(column))) for column in _PER_TOKEN}
-    _check_values(flat, lengths - prompt_length)
+    _check_logprobs(flat["behaviour_logprobs"], (lengths - prompt_length).tolist())
     _check_finish_reasons(set(batch.column("finish_reason").to_pylist()))
     mean, std = _spread(batch.column("reward").drop_null().to_pylist())
     return GroupRef(
@@ -235,7 +368,7 @@ def describe(batch: pa.RecordBatch, nbytes: int) -> GroupRef:
         num_rows=batch.num_rows,
         num_tokens=int(lengths.sum()),
         max_tokens=int(lengths.max()),
-        min_version=int(batch.column("min_version").to_numpy().min()),
+        min_version=_oldest(batch.column("min_version").to_pylist()),
         max_version=int(flat["policy_versions"].max()) if flat["policy_versions"].size else -1,
         nbytes=nbytes,
         reward_mean=mean,
@@ -268,48 +401,14 @@ def _only_value(batch: pa.RecordBatch, name: str) -> Any:
     return values.pop()
 
 
-def _check_group(group: Group) -> None:
-    if len(group.group_id) != 16 or not group.rollouts:
-        raise ReplayBufferError(
-            f"group {group.number} needs an id of 16 bytes and a rollout at least; "
-            f"got {len(group.group_id)} bytes, {len(group.rollouts)} rollouts"
-        )
-    _check_finish_reasons({r.finish_reason for r in group.rollouts})
-
-
 def _check_finish_reasons(reasons: set[str]) -> None:
     if unknown := reasons.difference(FINISH_REASONS):
         raise ReplayBufferError(f"finish_reason must be one of {', '.join(FINISH_REASONS)}; got {unknown}")
 
 
-def _describe_groups(
-    batch: pa.RecordBatch, groups: Sequence[Group], sizes: list[int], ends: list[int]
-) -> list[dict[str, Any]]:
-    """The fields of each group's GroupRef, but for shard and nbytes."""
-    tokens = np.diff(batch.column("tokens").offsets.to_numpy()).tolist()
-    versions = batch.column("policy_versions").values.to_numpy()
-    offsets = batch.column("policy_versions").offsets.to_pylist()
-    min_versions = batch.column("min_version").to_pylist()
-    rewards = batch.column("reward").to_numpy(zero_copy_only=False).astype(np.float64).tolist()
-    described = []
-    for group, size, end in zip(groups, sizes, ends, strict=True):
-        start = end - size
-        sampled = versions[offsets[start] : offsets[end]]
-        mean, std = _spread(rewards[start:end])
-        described.append(
-            {
-                "group_id": group.group_id,
-                "number": group.number,
-                "num_rows": size,
-                "num_tokens": sum(tokens[start:end]),
-                "max_tokens": max(tokens[start:end]),
-                "min_version": min(min_versions[start:end]),
-                "max_version": int(sampled.max()) if sampled.size else -1,
-                "reward_mean": mean,
-                "reward_std": std,
-            }
-        )
-    return described
+def _oldest(min_versions: Sequence[int]) -> int:
+    """Of the rollouts that sampled a token; -1 without any. One that sampled none does not age its group."""
+    return min((version for version in min_versions if version >= 0), default=-1)
 
 
 def _spread(rewards: Sequence[float]) -> tuple[float, float]:
@@ -318,94 +417,65 @@ def _spread(rewards: Sequence[float]) -> tuple[float, float]:
     if not scored:
         return float("nan"), float("nan")
     mean = sum(scored) / len(scored)
-    return mean, math.sqrt(sum((r - mean) ** 2 for r in scored) / len(scored))
+    return mean, math.sqrt(sum([(r - mean) ** 2 for r in scored]) / len(scored))
 
 
-def _check_values(
-    flat: dict[str, np.ndarray], lengths: np.ndarray, rows: Sequence[tuple[Group, int]] | None = None
-) -> None:
-    logprobs = flat["behaviour_logprobs"]
-    if not math.isfinite(logprobs.sum(dtype=np.float64)):
-        at = int(np.argmin(np.isfinite(logprobs)))
+def _check_logprobs(logprobs: np.ndarray, lengths: Sequence[int], group: Group | None = None) -> None:
+    if not (finite := np.isfinite(logprobs)).all():
+        at = int(np.argmin(finite))
         row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-        where = f"rollout {row}" if rows is None else _row_name(rows[row])
+        where = f"rollout {row}" if group is None else f"group {group.number}, rollout {row}"
         raise ReplayBufferError(f"{where}: behaviour_logprobs holds {logprobs[at]}; logprobs must be finite")
 
 
-def _row_name(row: tuple[Group, int]) -> str:
-    return f"group {row[0].number}, rollout {row[1]}"
+def _version_range(versions: bytes, masks: bytes, lengths: list[int]) -> tuple[list[int], int]:
+    """The oldest version of each row's sampled tokens (-1 without any), and the newest of all tokens.
+
+    versions, masks: int32 and bool [sum of lengths].
+    """
+    ends = list(accumulate(lengths, initial=0))
+    is_one = versions == versions[:4] * ends[-1]
+    if is_one and all(lengths) and all(masks[a] or masks[b - 1] for a, b in pairwise(ends)):
+        newest = int.from_bytes(versions[:4], "little", signed=True)
+        return [newest] * len(lengths), newest
+    values = np.frombuffer(versions, np.int32)
+    no_version = np.iinfo(np.int32).max
+    sampled = np.where(np.frombuffer(masks, np.bool_), values, no_version)
+    oldest = [int(sampled[a:b].min(initial=no_version)) for a, b in pairwise(ends)]
+    return [-1 if version == no_version else version for version in oldest], int(values.max(initial=-1))
 
 
-def _min_versions(versions: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int32 [rows]: oldest version of the tokens that were sampled; -1 in a row without any."""
-    if lengths.all() and versions.min() == (newest := versions.max()) >= 0:
-        return np.full(lengths.size, newest, np.int32)
-    found = np.full(lengths.size, -1, np.int32)
-    rows = np.flatnonzero(lengths)
-    if rows.size:
-        no_version = np.iinfo(np.int32).max
-        starts = (np.cumsum(lengths) - lengths)[rows]
-        oldest = np.minimum.reduceat(np.where(mask, versions, no_version), starts)
-        found[rows] = np.where(oldest == no_version, -1, oldest)
-    return found
+def _join(arrays: Sequence[np.ndarray], dtype: np.dtype) -> bytes:
+    """Raises TypeError or BufferError unless all are arrays of this very type, each in one piece."""
+    if [array.dtype for array in arrays].count(dtype) != len(arrays):
+        raise TypeError(f"arrays that are not all {dtype}")
+    return b"".join(arrays)
 
 
-def _response_columns(rows: Sequence[tuple[Group, int]]) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-    """The rows' responses, and the columns that are aligned with them, each as one flat array."""
-    rollouts = [group.rollouts[index] for group, index in rows]
-    arrays = {name: [getattr(r, name) for r in rollouts] for name in _RESPONSE_DTYPES}
-    for name, values in arrays.items():
-        if {getattr(a, "dtype", None) for a in values} != {_RESPONSE_DTYPES[name]} or {a.ndim for a in values} != {1}:
-            arrays[name] = [
-                _cast(a, _RESPONSE_DTYPES[name], f"{_row_name(row)}: {name}")
-                for a, row in zip(values, rows, strict=True)
-            ]
-    lengths = [len(a) for a in arrays["response"]]
-    for name in _PER_TOKEN:
-        found = [len(a) for a in arrays[name]]
-        if found != lengths:
-            at = next(i for i, (a, b) in enumerate(zip(found, lengths, strict=True)) if a != b)
-            raise ReplayBufferError(
-                f"{_row_name(rows[at])}: {name} has {found[at]} values for {lengths[at]} response tokens"
-            )
-    return arrays["response"], {name: np.concatenate(arrays[name]) for name in _PER_TOKEN}
+def _join_aligned(group: Group, name: str, responses: Sequence[np.ndarray]) -> bytes:
+    """Raises TypeError or ValueError as _join, ReplayBufferError when one has another length than the response."""
+    arrays = [getattr(r, name) for r in group.rollouts]
+    joined = _join(arrays, _RESPONSE_DTYPES[name])
+    if [array.shape for array in arrays] != [response.shape for response in responses]:
+        for index, (array, response) in enumerate(zip(arrays, responses, strict=True)):
+            if array.ndim != 1:
+                raise ValueError(f"an array of {array.ndim} dimensions")
+            if len(array) != len(response):
+                raise ReplayBufferError(
+                    f"group {group.number}, rollout {index}: {name} has {len(array)} values for {len(response)} "
+                    "response tokens"
+                )
+    return joined
+
+
+def _cast_rollout(group: Group, index: int) -> Rollout:
+    rollout = group.rollouts[index]
+    name = f"group {group.number}, rollout {index}"
+    return replace(rollout, **{f: _cast(getattr(rollout, f), d, f"{name}: {f}") for f, d in _RESPONSE_DTYPES.items()})
 
 
 def _cast(values: Any, dtype: np.dtype, name: str) -> np.ndarray:
     array = np.asarray(values, dtype=dtype if len(values) == 0 else None)
     if array.ndim != 1 or not np.can_cast(array.dtype, dtype, "same_kind"):
         raise ReplayBufferError(f"{name} must be one-dimensional {dtype}; got {array.dtype} of shape {array.shape}")
-    return array.astype(dtype, copy=False)
-
-
-def _per_group(groups: Sequence[Group], name: str, dtype: Any) -> np.ndarray:
-    try:
-        return np.array([getattr(group, name) for group in groups], dtype)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ReplayBufferError(f"column {name} cannot hold {[getattr(g, name) for g in groups]!r}: {error}") from error
-
-
-def _rewards(rollouts: Sequence[Rollout]) -> pa.Array:
-    try:
-        return pa.array(np.array([r.reward for r in rollouts], np.float32), from_pandas=True)  # NaN becomes null
-    except (TypeError, ValueError) as error:
-        raise ReplayBufferError(f"column reward cannot hold {[r.reward for r in rollouts]!r}: {error}") from error
-
-
-def _binary16(ids: Sequence[bytes]) -> pa.Array:
-    return pa.Array.from_buffers(_ID, len(ids), [None, pa.py_buffer(b"".join(ids))], 0)
-
-
-def _list_array(flat: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    offsets = np.zeros(lengths.size + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
-
-
-def _array(name: str, values: pa.Array | np.ndarray | list[Any]) -> pa.Array:
-    if isinstance(values, pa.Array):
-        return values
-    try:
-        return pa.array(values, SCHEMA.field(name).type)
-    except (pa.ArrowException, TypeError, OverflowError, UnicodeError) as error:
-        raise ReplayBufferError(f"column {name} cannot hold {list(values)[:8]!r}: {error}") from error
+    return np.ascontiguousarray(array, dtype)

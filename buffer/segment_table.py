@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,17 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.buffer.records import NO_ID, Entry, Kind, pack_block, pack_event
-from asyncrl.buffer.segments import (
-    OPEN,
-    PREFIX,
-    SEALED,
-    aligned,
-    finish_segment,
-    name_sealed,
-    open_segment,
-    segment_path,
-)
+from asyncrl.buffer.segments import OPEN, PREFIX, SEALED, aligned, open_segment, seal_segment, segment_path
 from asyncrl.errors import ReplayBufferError
+
+logger = logging.getLogger(__name__)
 
 Durability = Literal["memory", "disk", "fsync"]
 NUM_RECYCLED = 8
@@ -73,6 +67,13 @@ class Segment:
         return self.writer != NO_ID
 
 
+def segment_files(directory: Path) -> list[Path]:
+    """Every segment file in a folder, sealed or open, in the order of their numbers; [] where there is no folder."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if path.suffix in (SEALED, OPEN))
+
+
 class SegmentTable:
     """All segments of one shard, in `directory`.
 
@@ -119,7 +120,10 @@ class SegmentTable:
         self._spill_if_over_budget()
         number = self._last + 1
         path = segment_path(self._directory, number, sealed=False)
-        open_segment(path, self._recycled.pop() if self._recycled else None)
+        used = max(self._recycled, key=os.path.getsize, default=None)  # a full disk gives no more pages
+        open_segment(path, used)
+        if used is not None:
+            self._recycled.remove(used)
         self._log(pack_event(Kind.GRANT, owner=writer, segment=number, number=capacity), grows=True)
         return self.granted(number, writer, capacity)
 
@@ -164,10 +168,17 @@ class SegmentTable:
             self._recycle(segment)
 
     def seal(self, segment: Segment) -> None:
-        """No more groups go into this segment; its file becomes an Arrow IPC file."""
-        finish_segment(segment.path, segment.used, segment.blocks, sync=self._sync)  # may find no room: before the log
+        """No more groups go into this segment; its file becomes an Arrow IPC file, unless nobody will read it.
+
+        On a full disk it stays as it is, for this process alone to read, until its groups are gone or the next process
+        seals it.
+        """
         self._log(pack_event(Kind.SEAL, segment=segment.number))
-        segment.path = name_sealed(segment.path)
+        if segment.num_live or self._settings.keep:
+            try:
+                segment.path = seal_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
+            except ReplayBufferError as error:
+                logger.warning("a segment has no footer yet: %s", error)
         segment.writer = NO_ID
         if not segment.num_live:
             self._recycle(segment)
@@ -182,8 +193,7 @@ class SegmentTable:
             elif os.path.exists(sealed):
                 segment.path, segment.writer = sealed, NO_ID
             elif not segment.is_open and os.path.exists(segment.path):
-                finish_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
-                segment.path = name_sealed(segment.path)
+                segment.path = seal_segment(segment.path, segment.used, segment.blocks, sync=self._sync)
             if segment.is_open or segment.num_live:
                 continue
             if os.path.exists(segment.path):

@@ -23,13 +23,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from asyncrl.buffer.schema import SCHEMA
+from asyncrl.buffer.schema import SCHEMA, VERSION_KEY, check_schema
 from asyncrl.errors import ReplayBufferError
 
 SEALED, OPEN = ".arrow", ".open"
 IDENTITY, WRITERS = "identity", "writers"
 """Beside the segments: what a client recognises the shard by, and the folder of the writers' locks."""
 _MAGIC = b"ARROW1"
+_SCHEMA_OFFSET = 8  # after the magic and its padding
 _ALIGNMENT = 64
 _BLOCK = struct.Struct("<qi4xq")  # Block: offset, metaDataLength, bodyLength
 _RECORD_BATCHES_FIELD = 3  # of Footer
@@ -81,6 +82,86 @@ def tail(blocks: Sequence[tuple[int, int, int]]) -> bytes:
     return b"\xff\xff\xff\xff\0\0\0\0" + bytes(footer) + struct.pack("<i", len(footer)) + _MAGIC
 
 
+def blocks_of(path: str | os.PathLike[str]) -> list[tuple[int, int, int]]:
+    """The messages that a sealed file's footer lists, as (offset, metadata, body) bytes: the inverse of tail().
+
+    Raises ReplayBufferError when the file is truncated, is no Arrow file or has another schema than this asyncrl.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if os.pread(file.fileno(), len(_MAGIC), 0) != _MAGIC:
+                raise ReplayBufferError(f"{path} is a foreign file: it does not begin as an Arrow file")
+            check_segment_schema(path)
+            end = os.pread(file.fileno(), len(_MAGIC) + 4, max(0, size - len(_MAGIC) - 4))
+            length = struct.unpack_from("<i", end)[0]
+            if not end.endswith(_MAGIC) or not 0 < length <= size - len(PREFIX):
+                raise ReplayBufferError(f"{path} is truncated: it does not end with the footer of an Arrow file")
+            blocks = _blocks_in(os.pread(file.fileno(), length, size - len(end) - length))
+            for offset, metadata, body in blocks:
+                if min(metadata, body) < 0 or not len(_MAGIC) < offset <= size - metadata - body:
+                    raise ReplayBufferError(f"{path} is damaged: its footer lists bytes that the file does not have")
+            _check_with_arrow(path, len(blocks))
+            return blocks
+    except (OSError, struct.error) as error:
+        raise ReplayBufferError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _check_with_arrow(path: str | os.PathLike[str], num_blocks: int) -> None:
+    """That any other reader finds the same in the file."""
+    try:
+        with pa.memory_map(str(path)) as source:
+            reader = pa.ipc.open_file(source)
+            check_schema(reader.schema, what=f"{path}, footer")
+            if reader.num_record_batches != num_blocks:
+                raise ReplayBufferError(f"{path} is damaged: its footer contradicts itself")
+    except (pa.ArrowException, ValueError) as error:
+        raise ReplayBufferError(f"{path} is damaged: its footer cannot be read: {error}") from error
+
+
+def _blocks_in(footer: bytes) -> list[tuple[int, int, int]]:
+    (table,) = struct.unpack_from("<I", footer, 0)
+    (to_vtable,) = struct.unpack_from("<i", footer, table)
+    (vtable_size,) = struct.unpack_from("<H", footer, table - to_vtable)
+    if vtable_size <= 4 + 2 * _RECORD_BATCHES_FIELD:
+        return []  # a field at the end of a table that has its default is left out
+    first = _vector_of_blocks(footer)
+    (num,) = struct.unpack_from("<I", footer, first - 4)
+    return [_BLOCK.unpack_from(footer, first + i * _BLOCK.size) for i in range(num)]
+
+
+def check_segment_schema(path: str | os.PathLike[str]) -> None:
+    """Raises ReplayBufferError when a file begins with another schema than this asyncrl's. A file whose beginning is no
+    schema at all passes: its groups are checked one by one."""
+    schema = _schema_at_start(path)
+    try:
+        if schema is not None:
+            check_schema(schema, what=str(path))
+    except UnicodeDecodeError as error:
+        raise ReplayBufferError(f"{path} is damaged: the names in its schema are no text") from error
+
+
+def schema_version_of(path: str | os.PathLike[str]) -> int | None:
+    """Of the trajectory schema that a file begins with, when it is not this asyncrl's byte for byte; None: it is, or
+    there is no such schema."""
+    schema = _schema_at_start(path)
+    version = (schema.metadata or {}).get(VERSION_KEY, b"") if schema is not None else b""
+    return int(version) if version.isdigit() else None
+
+
+def _schema_at_start(path: str | os.PathLike[str]) -> pa.Schema | None:
+    """None: it is this asyncrl's, byte for byte, or cannot be read."""
+    with open(path, "rb") as file:
+        start = file.read(len(PREFIX))
+        if start == PREFIX or not start.startswith(_MAGIC):
+            return None
+        start += file.read(1 << 16)
+    try:
+        return pa.ipc.read_schema(pa.py_buffer(start[_SCHEMA_OFFSET:]))
+    except (pa.ArrowException, OSError, ValueError, EOFError):
+        return None
+
+
 def metadata_length(message: Any) -> int:
     """Bytes of an encapsulated message before its body: the continuation marker, the size and the metadata."""
     marker, size = struct.unpack_from("<Ii", message, 0)
@@ -109,7 +190,14 @@ def pwrite_all(fd: int, data: Any, offset: int) -> None:
             written = os.pwrite(fd, view, offset)
             view, offset = view[written:], offset + written
     except OSError as error:
-        raise ReplayBufferError(f"a buffer segment cannot be written: {error.strerror}") from error
+        raise ReplayBufferError(f"{_path_of(fd)} cannot be written: {error.strerror}") from error
+
+
+def _path_of(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return "a file of the buffer"
 
 
 def open_segment(path: str, recycled: str | None = None) -> None:
@@ -126,8 +214,9 @@ def open_segment(path: str, recycled: str | None = None) -> None:
         os.close(fd)
 
 
-def finish_segment(path: str, used: int, blocks: Sequence[tuple[int, int, int]], *, sync: bool) -> None:
-    """Write the footer after the last message and cut the file there. Repeating it, or writing on, is harmless."""
+def seal_segment(path: str, used: int, blocks: Sequence[tuple[int, int, int]], *, sync: bool) -> str:
+    """Write the footer after the last message, cut the file there and give it its final name, which is returned."""
+    sealed = path.removesuffix(OPEN) + SEALED
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         end = tail(blocks)
@@ -135,14 +224,9 @@ def finish_segment(path: str, used: int, blocks: Sequence[tuple[int, int, int]],
         os.ftruncate(fd, used + len(end))
         if sync:
             os.fdatasync(fd)
+        os.rename(path, sealed)
     finally:
         os.close(fd)
-
-
-def name_sealed(path: str) -> str:
-    """Give a finished file its final name, which is returned."""
-    sealed = path.removesuffix(OPEN) + SEALED
-    os.rename(path, sealed)
     return sealed
 
 
@@ -155,9 +239,6 @@ class SegmentWriter:
         self._offset = 0
         self._end = 0
 
-    def fits(self, num_bytes: int) -> bool:
-        return self._fd >= 0 and self._offset + aligned(num_bytes) <= self._end
-
     def start(self, number: int, path: str, num_bytes: int) -> None:
         """Go on in another segment of that many bytes."""
         self.close()
@@ -167,10 +248,21 @@ class SegmentWriter:
             raise ReplayBufferError(f"buffer segment {path} cannot be opened: {error.strerror}") from error
         self.number, self._offset, self._end = number, len(PREFIX), num_bytes
 
-    def write(self, message: Any) -> int:
-        """Offset of the message, which fits."""
+    def write(self, message: Any, *, or_fail: bool = False) -> int | None:
+        """Offset of the message; None when neither the segment nor the disk has room for it.
+
+        Raises ReplayBufferError instead, with or_fail, when the disk has none.
+        """
         offset = self._offset
-        pwrite_all(self._fd, message, offset)
+        if self._fd < 0 or offset + aligned(len(message)) > self._end:
+            return None
+        try:
+            pwrite_all(self._fd, message, offset)
+        except ReplayBufferError:
+            self._end = 0
+            if or_fail:
+                raise
+            return None
         self._offset += aligned(len(message))
         return offset
 

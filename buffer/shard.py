@@ -294,7 +294,11 @@ class ShardServer:
         if self._context is not None:
             raise ReplayBufferError("this buffer shard was started before")
         self._lock()
-        store = GroupStore(self._directory, self._settings, now=WakingClock())
+        try:
+            store = GroupStore(self._directory, self._settings, now=WakingClock())
+        except ReplayBufferError:
+            self.stop()
+            raise
         identity_file = self._directory / IDENTITY
         earlier = json.loads(identity_file.read_text()) if identity_file.exists() else {}
         self._context = zmq.Context()

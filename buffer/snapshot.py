@@ -26,6 +26,9 @@ from asyncrl.errors import ReplayBufferError
 
 MANIFEST = "manifest.json"
 FORMAT = "asyncrl buffer snapshot 1"
+_PAUSE = 0.5
+"""Of the time that copying takes, after every _PAUSE_BYTES: those who sample meanwhile shall hardly notice."""
+_PAUSE_BYTES = 4 << 20
 _READ_ATTEMPTS, _READ_PAUSE_S = 4, 0.02
 
 
@@ -76,10 +79,14 @@ class SnapshotWriter:
 
         try:
             write(PREFIX)
+            began, pause_at = time.monotonic(), _PAUSE_BYTES
             for entry in sorted(self._groups, key=lambda entry: entry.ref.number):
                 message = self._read(reader, entry)
                 blocks.append((end, entry.metadata_length, entry.ref.nbytes - entry.metadata_length))
                 write(message.ljust(aligned(len(message)), b"\0"))
+                if end > pause_at:
+                    time.sleep(_PAUSE * (time.monotonic() - began))
+                    began, pause_at = time.monotonic(), end + _PAUSE_BYTES
             write(tail(blocks))
             os.fsync(fd)
         except BaseException:
@@ -122,6 +129,14 @@ def write_manifest(directory: Path, files: dict[str, dict[str, Any]], *, policy_
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Raises ReplayBufferError unless the folder holds a whole snapshot, every byte as it was written."""
+    manifest = read_manifest_file(directory)
+    for name, expected in manifest["files"].items():
+        check_file(directory / name, expected)
+    return manifest
+
+
+def read_manifest_file(directory: Path) -> dict[str, Any]:
+    """The manifest alone. Raises ReplayBufferError when there is none that this asyncrl wrote."""
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -131,10 +146,17 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ReplayBufferError(f"{path} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ReplayBufferError(f'{path} does not say "{FORMAT}": it was not written by this version of asyncrl')
+    try:
+        is_whole = all(
+            Path(name).name == name and {"num_groups", "num_bytes", "xxh3"} <= set(expected)
+            for name, expected in manifest["files"].items()
+        ) and isinstance(manifest["policy_version"], int)
+    except (KeyError, TypeError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise ReplayBufferError(f"{path} is damaged: it does not list files with their groups, bytes and checksums")
     if manifest.pop("xxh3", None) != _digest(manifest):
         raise ReplayBufferError(f"{path} is corrupted: its xxh3 does not match")
-    for name, expected in manifest["files"].items():
-        check_file(directory / name, expected)
     return manifest
 
 

@@ -21,12 +21,21 @@ from typing import Any
 
 import xxhash
 
-from asyncrl.buffer.log import ShardLog
+from asyncrl.buffer.log import LOG, ShardLog, check_log
 from asyncrl.buffer.records import NO_ID, Entry, Kind, Record, pack_entry, pack_event
 from asyncrl.buffer.sampling import FIFO, FreeGroups, Offer, Sampling
-from asyncrl.buffer.schema import describe, read_batch
-from asyncrl.buffer.segment_table import Segment, SegmentTable, StoreSettings
-from asyncrl.buffer.segments import PREFIX, WRITERS, SegmentReader, SegmentWriter, WriterLock, aligned, metadata_length
+from asyncrl.buffer.schema import SCHEMA_VERSION, describe, read_batch
+from asyncrl.buffer.segment_table import Segment, SegmentTable, StoreSettings, segment_files
+from asyncrl.buffer.segments import (
+    PREFIX,
+    WRITERS,
+    SegmentReader,
+    SegmentWriter,
+    WriterLock,
+    aligned,
+    metadata_length,
+    schema_version_of,
+)
 from asyncrl.buffer.stats import TOTALS, BufferStats
 from asyncrl.errors import ReplayBufferError
 from asyncrl.types import GroupRef
@@ -62,14 +71,44 @@ class GroupStore:
         self, directory: Path, settings: StoreSettings | None = None, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         settings = settings or StoreSettings()
+        check_files(directory, settings)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / WRITERS).mkdir(exist_ok=True)
+        self._now = now
+        self._sync = settings.durability == "fsync"
+        self._log = ShardLog(directory / LOG, sync=self._sync)
+        self._clear(directory, settings, log=self._log.write)
+        for record in self._log.read():
+            self._apply(record)
+        self._segments.recover()
+        self._seal_own()
+        for lease_id, (_, timeout_s) in self._deadlines.items():  # their holders may live: let them renew
+            self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
+
+    @classmethod
+    def as_logged(cls, directory: Path, records: Iterable[Record]) -> GroupStore:
+        """What these records of a shard's log lead to, for stats() and held_entries() alone: no file is touched.
+
+        Raises ReplayBufferError when the records contradict each other.
+        """
+        store = cls.__new__(cls)
+        store._now = time.monotonic
+        store._clear(directory, StoreSettings(), log=lambda _: None)
+        for index, record in enumerate(records):
+            try:
+                store._apply(record)
+            except (LookupError, AttributeError) as error:
+                raise ReplayBufferError(
+                    f"{directory / LOG}, record {index}: it contradicts those before it ({record.kind.name} {error})"
+                ) from error
+        return store
+
+    def _clear(self, directory: Path, settings: StoreSettings, *, log: Callable[[bytes], None]) -> None:
+        """The state before the first record."""
         self.directory = directory
         self.policy_version: int | None = None
-        self._sync = settings.durability == "fsync"
-        self._now = now
-        self._log = ShardLog(directory / "log", sync=self._sync)
-        self._segments = SegmentTable(directory, settings, log=self._log.write)
+        self._keep = settings.keep
+        self._segments = SegmentTable(directory, settings, log=log)
         self._reader = SegmentReader()
         self._writer = SegmentWriter()
         self._held: dict[bytes, Held] = {}
@@ -79,12 +118,6 @@ class GroupStore:
         self._gone: dict[bytes, bytes] = {}  # id -> lease that it was committed under, or NO_ID; oldest first
         self._totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
         self._leased_bytes = 0
-        for record in self._log.read():
-            self._apply(record)
-        self._segments.recover()
-        self._seal_own()
-        for lease_id, (_, timeout_s) in self._deadlines.items():  # their holders may live: let them renew
-            self._deadlines[lease_id] = (self._now() + timeout_s, timeout_s)
 
     # Writing
 
@@ -123,8 +156,7 @@ class GroupStore:
             for segment in {entry.segment for entry in accepted.values()}:
                 self._reader.sync(self._segments[segment].path)
         if accepted:
-            records = (pack_entry(entry, Kind.APPEND, writer) for entry in accepted.values())
-            self._log.write(b"".join(records), grows=True)
+            self._log.write(b"".join(pack_entry(entry) for entry in accepted.values()), grows=True)
         for entry in accepted.values():
             self._add(entry)
         self._totals["appended"] += len(accepted)
@@ -144,12 +176,14 @@ class GroupStore:
         ref = describe(read_batch(message), len(message))
         if self.knows(ref.group_id):
             return False
-        if not self._writer.fits(len(message)):
+        offset = self._writer.write(message)
+        if offset is None:
             segment = self.grant(_SELF, len(message), seal=self._writer.number)
             if segment is None:
                 return None
             self._writer.start(segment.number, segment.path, segment.capacity)
-        offset = self._writer.write(message)
+            offset = self._writer.write(message, or_fail=True)
+            assert offset is not None
         entry = Entry(ref, self._writer.number, offset, metadata_length(message), checksum, uses)
         (result,) = self.append([entry], writer=_SELF)
         if isinstance(result, str):
@@ -353,8 +387,8 @@ class GroupStore:
         return self._segments.bytes_in_use + self._segments.recycled_bytes
 
     def compact_if_long(self) -> None:
-        """Shorten the log when most of it is likely history."""
-        if self._log.is_long:
+        """Shorten the log when most of it is likely history; with `keep` the history is what is kept."""
+        if self._log.is_long and not self._keep:
             self._log.compact(self._records())
 
     def close(self) -> None:
@@ -515,3 +549,17 @@ class GroupStore:
         if not self._leases.get(lease_id):
             self._leases.pop(lease_id, None)
             self._deadlines.pop(lease_id, None)
+
+
+def check_files(directory: Path, settings: StoreSettings) -> None:
+    """Raises ReplayBufferError when another version of asyncrl wrote the shard in this directory; changes nothing."""
+    check_log(directory / LOG)
+    for folder in (directory, settings.spill_dir):
+        for path in () if folder is None else segment_files(folder):
+            version = schema_version_of(path)
+            if version not in (None, SCHEMA_VERSION):
+                raise ReplayBufferError(
+                    f"the buffer shard in {directory} is not continued: {path} has trajectory schema version "
+                    f"{version}, this asyncrl reads version {SCHEMA_VERSION}; read it with the asyncrl that wrote it, "
+                    f"or start in an empty folder"
+                )

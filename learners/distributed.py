@@ -6,6 +6,7 @@ All differences between CPU (gloo) and CUDA (nccl) are here.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -14,30 +15,65 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
+
+TIMEOUT = timedelta(minutes=30)
 
 
-def init_distributed(*, rank: int, world_size: int, init_method: str, threads: int) -> torch.device:
+def init_distributed(
+    *,
+    rank: int,
+    world_size: int,
+    init_method: str,
+    threads: int,
+    use_gpu: bool = False,
+    listener: socket.socket | None = None,
+) -> torch.device:
     """Join the learners' process group and make the process deterministic. Returns this rank's device.
 
     Args:
+        use_gpu: as the placement decided: nccl and one of this process's visible GPUs; otherwise gloo and the CPU.
         init_method: as in torch.distributed, e.g. "tcp://127.0.0.1:29500" or "file:///path"; the same on all ranks.
         threads: CPU threads of this rank. More than one per core makes every step many times slower.
+        listener: rank 0: the open socket of a "tcp://" init_method, which nobody else could take meanwhile.
+
+    Raises:
+        ConfigError: a GPU was given to this rank, and this torch cannot use it.
     """
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if use_gpu and not torch.cuda.is_available():
+        raise ConfigError(
+            f"a learner was given a GPU, but torch {torch.__version__} cannot use it: install the CUDA build "
+            '(`make setup ENGINE=gpu`), or set [learners] device = "cpu"'
+        )
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if use_gpu else torch.device("cpu")
     make_deterministic(threads=threads)
-    if cuda:
+    if use_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=init_method,
+        "nccl" if use_gpu else "gloo",
+        init_method=init_method if listener is None else None,
+        store=None if listener is None else _serve_store(listener, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(minutes=30),
-        device_id=device if cuda else None,
+        timeout=TIMEOUT,
+        device_id=device if use_gpu else None,
     )
     return device
+
+
+def _serve_store(listener: socket.socket, world_size: int) -> dist.Store:
+    """The store that the other ranks find at the listener's address, under the prefix that they look for."""
+    host, port = listener.getsockname()[:2]
+    store = dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return dist.PrefixStore("default_pg", store)
 
 
 def leave_distributed() -> None:

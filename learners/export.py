@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.data import load_tokenizer
-from asyncrl.errors import AsyncRLError, CheckpointError
+from asyncrl.errors import AsyncRLError, CheckpointError, WeightSyncError
 from asyncrl.learners.distributed import raise_together
 from asyncrl.learners.models import PolicyModel
 from asyncrl.weights import WeightManifest, WeightPublisher
@@ -49,6 +49,8 @@ def publish(
             manifest = publisher.publish(version, weights)
     except AsyncRLError as error:
         failure = error
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are in the gathers below
+        failure = WeightSyncError(f"version {version} could not be published: {type(error).__name__}: {error}")
     for _ in weights:  # the other ranks, and rank 0 after a failure: the gathers are collective
         pass
     raise_together(failure)
@@ -75,7 +77,7 @@ def save(model: PolicyModel, path: str | Path, *, source: str, trust_remote_code
     if dist.get_rank() == 0:
         try:
             _write(model, tensors, Path(path), source=source, trust_remote_code=trust_remote_code)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - a full disk is a SafetensorError; the other ranks wait for the answer
             failure = CheckpointError(f"model folder {path} could not be written: {error}")
     raise_together(failure)
 

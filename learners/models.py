@@ -20,6 +20,7 @@ from asyncrl.learners.attention import NAME, Segments, packed_attention
 from asyncrl.learners.logprobs import TokenScores, token_scores
 from asyncrl.learners.packing import Microbatch
 from asyncrl.learners.sharding import checkpoint_activations, materialise, shard
+from asyncrl.model_tensors import expected_tensors
 
 # Settings that change logits after the head, which the fused logprob kernel does not know.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -114,6 +115,9 @@ def _skeleton(config: ModelConfig) -> tuple[transformers.PreTrainedModel, torch.
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         problems.append("its output head is not a linear layer without bias")
+    other_names = expected_tensors(config.path).keys() ^ {name for name, _ in model.named_parameters()}
+    if other_names:
+        problems.append(f"its weights have other names in memory than in the folder, e.g. {min(other_names)}")
     if not type(model)._supports_attention_backend:
         problems.append("its code does not use transformers' AttentionInterface")
     if problems:

@@ -122,13 +122,14 @@ class PolicyTrainer:
         self._check(groups, policy_version)
         minibatches = [self._pack(part, policy_version) for part in self._minibatches(groups)]
         anchors = self._anchors([batches for batches, _ in minibatches])
+        step = policy_version - self.config.first_version
         totals: Diagnostics | None = None
         metrics: list[dict[str, float]] = []
         for i, (batches, counts) in enumerate(minibatches):
             loss, part = self._backward(batches, counts, anchors[i], first=i == 0)
             totals = part if totals is None else totals.add(part)
             loss_sum = float(gather_numbers(loss[None], device=self.device).sum())
-            metrics.append({"loss": loss_sum, **self.optimizer.step(step=policy_version, loss=loss_sum)})
+            metrics.append({"loss": loss_sum, **self.optimizer.step(step=step, loss=loss_sum)})
         assert totals is not None
         averaged = {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]}
         counted = {

@@ -46,7 +46,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Preflight, str | Non
 
     module = ModuleType("asyncrl.launch")
     module.launch = launch  # type: ignore[attr-defined]
-    module.placement_plan = lambda config: f"plan of {config.name}\n\n2 processes"  # type: ignore[attr-defined]
+    module.placement_plan = lambda config, address: f"plan of {config.name}\n\n2 processes"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "asyncrl.launch", module)
     return calls
 

@@ -82,7 +82,7 @@ def test_unknown_key_names_the_line_and_the_nearest_key(tmp_path: Path) -> None:
             "run.toml:20: [learners] unknown key 'group_size'; did you mean 'group_size' of [algorithm]?",
         ),
         ("num_generations = 4", "'num_generations'; did you mean 'group_size' of [algorithm]?"),
-        ("zzz = 4", "[learners] unknown key 'zzz'; there is num_ranks, lr, warmup_steps"),
+        ("zzz = 4", "[learners] unknown key 'zzz'; there is num_ranks, device, lr, warmup_steps"),
     ],
 )
 def test_unknown_keys_lead_to_the_right_one(tmp_path: Path, addition: str, expected: str) -> None:
@@ -188,6 +188,9 @@ def test_overrides(tmp_path: Path) -> None:
     ("override", "expected"),
     [
         ("--learners.learning_rate=1", "(command line): [learners] unknown key 'learning_rate'; did you mean 'lr'?"),
+        ("--learners.num=1", "(command line): [learners] unknown key 'num'; did you mean 'num_ranks'?"),
+        ("--learners.lrate=1", "(command line): [learners] unknown key 'lrate'; did you mean 'lr'?"),
+        ("--eval.samples=1", "(command line): [eval] unknown key 'samples'; did you mean 'samples_per_prompt'?"),
         ("--lerners.lr=1", "(command line): unknown section [lerners]; did you mean [learners]?"),
         ("--lr=1", "(command line): unknown key 'lr'; did you mean 'lr' of [learners]?"),
         ("--learners.lr", "(command line): --learners.lr has no value; write --learners.lr=VALUE"),

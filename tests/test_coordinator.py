@@ -66,6 +66,8 @@ class StandInGenerator:
         fail_at: int | None = None,
         slow: int | None = None,
         late: int | None = None,
+        update_s: float = 0.0,
+        scores: bool = True,
     ) -> None:
         self.name = name
         self.world = world
@@ -74,6 +76,8 @@ class StandInGenerator:
         self.slow = slow
         self.late = late
         self.held: tuple[Ticket, int] | None = None
+        self.update_s = update_s
+        self.scores = scores
 
     async def run(self) -> None:
         coordinator = self.world.coordinator
@@ -94,6 +98,7 @@ class StandInGenerator:
         await self.world.coordinator.tickets.group_done(number=ticket.number, failed=None)
 
     async def update_weights(self, manifest: dict[str, Any]) -> None:
+        await asyncio.sleep(self.update_s)
         self.version = manifest["version"]
         if self.held and self.version - self.held[1] > self.world.config.staleness_bound:
             held, self.held = self.held, None
@@ -106,8 +111,8 @@ class StandInGenerator:
             "length": 2.0,
             "min_version": self.version,
             "max_version": self.version,
-            "num_scored": num,
-            "num_failed": 0,
+            "num_scored": num * self.scores,
+            "num_failed": num * (not self.scores),
         }
 
     async def stats(self) -> dict[str, float]:
@@ -258,3 +263,20 @@ def test_weights_that_cannot_be_published_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="not finite"):
         world.run(generators=[{}], fail_publish=True)
     assert "model" not in world.learners.saved
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_an_evaluation_waits_for_engines_that_still_load_its_version(tmp_path: Path, mode: str) -> None:
+    world = World(tmp_path, make_config(mode=mode))
+    world.run(generators=[{"update_s": 0.05}, {}])
+    evals = [row for row in world.rows() if "eval/reward/mean" in row]
+    assert [row["step"] for row in evals] == [0, 2, 4, 5]
+    assert all(row["eval/version/min"] >= row["step"] for row in evals)
+
+
+def test_an_evaluation_without_a_single_score_has_no_reward(tmp_path: Path) -> None:
+    world = World(tmp_path, make_config())
+    world.run(generators=[{"scores": False}])
+    evals = [row for row in world.rows() if "eval/num_failed" in row]
+    assert evals and all(row["eval/num_scored"] == 0 and "eval/reward/mean" not in row for row in evals)
+    assert world.progress.evals == []

@@ -43,6 +43,7 @@ def make_progress() -> Progress:
                 "throughput/trained_tokens_per_s": 4000.0,
                 "idle/generators": 0.25,
                 "idle/learners": 0.1,
+                "time/step_s": 2.0,
             },
             value=step / 4,
         )
@@ -92,3 +93,13 @@ def test_without_a_terminal_lines_are_printed_and_the_end_has_a_curve() -> None:
     assert "training: step 2/4" in text
     assert "held-out reward" in text and "┤" in text
     assert "saved  runs/x/model" in text
+
+
+def test_the_end_shows_the_rates_of_the_whole_run_not_of_its_last_step() -> None:
+    display, output = make_display(terminal=False)
+    progress = make_progress()
+    progress.record_step(3, {"idle/generators": 1.0, "time/step_s": 4.0}, value=0.75)
+    with display:
+        display.update(progress)
+        display.finish()
+    assert "generators 62%" in output.getvalue()  # (2 * 0.25 * 2 + 4 * 1.0) / 8 s

@@ -25,6 +25,12 @@ def test_gpu_run_takes_one_gpu_per_rank_and_tensor_parallel_gpus_per_engine() ->
     assert placement.shortage({"CPU": 64, "GPU": 16}) is None
 
 
+def test_ranks_on_the_cpu_leave_the_gpus_to_the_engines() -> None:
+    placement = plan_placement(RLConfig(**RL | {"learners": {"num_ranks": 8, "device": "cpu"}}), use_gpus=True)
+    assert placement.total["GPU"] == 2 * 4
+    assert {b.gpus for b in placement.bundles if b.process.startswith("learner")} == {0}
+
+
 def test_cpu_run_takes_threads_and_light_shares() -> None:
     placement = plan_placement(RLConfig(**RL), use_gpus=False)
     assert placement.total == {"CPU": 10.3, "GPU": 0}

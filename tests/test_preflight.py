@@ -88,7 +88,7 @@ def test_a_good_rl_job(folder: Path, sort_task: Path) -> None:
     assert ready.config.model.path == str((sort_task / "model").resolve())
     assert ready.config.data.train == str(folder / "prompts.jsonl")
     assert ready.config.data.eval == str(folder / "prompts_eval.jsonl")
-    assert ready.config.reward.function == f"{folder}/rewards.py:good"
+    assert ready.config.reward.folder == str(folder)
     assert ready.config.runs_dir == str(folder / "runs")
     assert (ready.model.architecture, ready.model.head_dim, ready.model.vocab_size) == ("Qwen3ForCausalLM", 32, 17)
 
@@ -99,9 +99,13 @@ def test_a_good_sft_job(folder: Path) -> None:
     assert ready.config.data.train == str(folder / "demonstrations.jsonl")
 
 
-def test_a_checked_configuration_passes_again_from_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = preflight(rl(reward={"function": "rewards:good"}))
-    assert first.config.reward.function == f"{folder}/rewards.py:good"
+@pytest.mark.parametrize("function", ["rewards:good", "rewards.py:good", "package.rewards:good"])
+def test_a_checked_configuration_passes_again_from_elsewhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    (folder / "package").mkdir()
+    (folder / "package" / "rewards.py").write_text("from rewards import good\n")
+    first = preflight(rl(reward={"function": function}))
     monkeypatch.chdir("/")
     assert preflight(first.config) == first
 
@@ -262,3 +266,34 @@ print({"torch", "ray", "vllm"} & set(sys.modules))
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"
+
+
+def test_a_folder_for_runs_that_cannot_be_made(folder: Path) -> None:
+    values = rl().model_dump() | {"runs_dir": "rewards.py/runs"}
+    assert "runs_dir = 'rewards.py/runs' cannot be written" in problem(RLConfig.model_validate(values), ConfigError)
+    (folder / "runs" / "test-latest").mkdir(parents=True)
+    assert "test-latest is in the way" in problem(rl(), ConfigError)
+    assert list((folder / "runs").iterdir()) == [folder / "runs" / "test-latest"]
+
+
+def test_columns_that_the_rollout_would_hide(folder: Path) -> None:
+    for file in ("prompts", "prompts_eval"):
+        (folder / f"{file}.jsonl").write_text(
+            '{"prompt": "12=", "question": "12=", "answer": "1", "completion": "x"}\n'
+        )
+    assert "prompts.jsonl: rename column 'completion'" in problem(rl(), DataError)
+    for file in ("prompts", "prompts_eval"):
+        (folder / f"{file}.jsonl").write_text('{"prompt": "12=", "question": "12=", "answer": "1"}\n')
+    assert "rename column 'prompt'" in problem(rl(data={"prompt_column": "question"}), DataError)
+    preflight(rl())
+
+
+def test_mixture_of_experts_models_are_refused(folder: Path) -> None:
+    changed = copy_model(folder, num_experts=8)
+    assert "num_experts = 8; mixture-of-experts models cannot be trained yet" in problem(
+        rl(model={"path": str(changed)}), ConfigError
+    )
+
+
+def test_a_reward_folder_that_does_not_exist(folder: Path) -> None:
+    assert "[reward] folder = 'nowhere': no such folder on " in problem(rl(reward={"folder": "nowhere"}), RewardError)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from dataclasses import dataclass
@@ -103,9 +104,13 @@ class _Worker:
         self._stopped = False
 
     async def start(self) -> Signature:
+        folder = os.path.expanduser(self._config.folder or os.getcwd())
+        if not os.path.isdir(folder):
+            raise RewardError(f"[reward] folder = {folder!r}: no such folder on {socket.gethostname()}")
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "asyncrl.rewards.worker"),
             *(self._config.function, str(self._config.memory_limit_mb)),
+            cwd=folder,
             stdin=PIPE,
             stdout=PIPE,
             stderr=None if sys.stderr is not None else DEVNULL,

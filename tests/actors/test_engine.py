@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from asyncrl.actors import engine as engine_module
 from asyncrl.actors.engine import Engine
 from asyncrl.actors.sampling import Sample, SampleRequest
 from asyncrl.errors import GenerationError, WeightSyncError
@@ -94,7 +96,7 @@ def load(path: Path) -> torch.nn.Module:
 
 
 async def start(path: Path) -> Engine:
-    return await Engine.start(path, max_model_len=MAX_MODEL_LEN, max_num_seqs=64, kv_cache_gb=0.125)
+    return await Engine.start(path, dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=64, kv_cache_gb=0.125)
 
 
 @pytest.fixture(scope="module")
@@ -272,15 +274,21 @@ def test_shutdown_fails_what_is_in_flight_and_leaves_no_process(world: World) ->
     assert not multiprocessing.active_children()
 
 
-def test_the_death_of_the_engine_process_is_a_generation_error(tiny_model: Path) -> None:
+@pytest.mark.parametrize(("fault", "message"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "hangs: .* for 1 s")])
+def test_a_dead_or_hanging_engine_process_is_a_generation_error(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, fault: signal.Signals, message: str
+) -> None:
+    monkeypatch.setattr(engine_module, "WATCH_EVERY_S", 0.2)
+    monkeypatch.setattr(engine_module, "ANSWER_TIMEOUT_S", 1.0)
+
     async def main() -> None:
         engine = await start(tiny_model)
         try:
             request = asyncio.create_task(engine.sample("r", PROMPTS[0], max_new_tokens=80, temperature=1.0))
             await engine.sample("first", PROMPTS[1], max_new_tokens=2, temperature=1.0)
-            multiprocessing.active_children()[0].kill()
-            with pytest.raises(GenerationError, match="died"):
-                await request
+            psutil.Process(multiprocessing.active_children()[0].pid).send_signal(fault)
+            with pytest.raises(GenerationError, match=message):
+                await asyncio.wait_for(request, timeout=20)
             assert engine.dead
             with pytest.raises(GenerationError):
                 await engine.sample("s", PROMPTS[0], max_new_tokens=4, temperature=1.0)

@@ -49,6 +49,11 @@ def test_groups_come_back_as_they_were_appended(buffer: ReplayBuffer):
         assert_same_group(found, expected)
     assert [g.number for g in buffer.read(lease.refs[::-2])] == [5, 3, 1]
     assert buffer.read([]) == []
+    columns = buffer.read_columns(lease.refs[::-2])
+    assert [columns.tokens[i] for i in columns.token_offsets[:-1]] == [
+        groups[n].prompt_tokens[0] for n in (5, 3, 1) for _ in range(3)
+    ]
+    assert buffer.read_columns([]).tokens.size == 0
 
 
 def test_the_lowest_numbers_of_all_shards_are_leased_first(addresses: list[ShardAddress]):

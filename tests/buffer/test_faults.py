@@ -187,23 +187,6 @@ def test_a_segment_that_could_not_be_begun_does_not_stop_the_next(tmp_path: Path
     assert store.stats().groups == 1
 
 
-def test_a_segment_without_room_for_its_footer_stays_open_and_no_record_is_written(tmp_path: Path):
-    """Upkeep tries again every second: the log's last room must not go into that."""
-    store = GroupStore(tmp_path)
-    writer = lease_id(7)
-    ids = [put(store, n, length=400) for n in range(3)]
-    segment = store.grant(writer, 100)
-    assert segment is not None
-    before = store._log.num_records
-    with largest_file(100):
-        for _ in range(3):
-            with pytest.raises(ReplayBufferError, match=FULL):
-                store.seal_dead_writers()
-    assert store._log.num_records == before and segment.is_open
-    assert store.seal_dead_writers() == 1 and not segment.is_open
-    assert all(store.read(i) for i in ids)
-
-
 def flip(path: Path, position: int) -> None:
     with open(path, "r+b") as file:
         file.seek(position)

@@ -67,8 +67,11 @@ def test_rows_hold_prompt_and_response_and_null_for_a_failed_reward():
 
 def test_an_empty_response_survives():
     empty = make_rollout(np.random.default_rng(0), length=0)
-    group = dataclasses.replace(make_group(1), rollouts=(*make_group(1).rollouts, empty))
-    assert_same_group(decode_group(encode_group(group).message), group)
+    group = make_group(1, version=7)
+    group = dataclasses.replace(group, rollouts=(*group.rollouts, empty))
+    encoded = encode_group(group)
+    assert_same_group(decode_group(encoded.message), group)
+    assert encoded.ref.min_version == describe(read_batch(encoded.message), encoded.message.size).min_version == 7
 
 
 def test_describe_gives_the_index_entry_that_the_writer_made():

@@ -344,10 +344,8 @@ def test_memory_over_budget_is_spilled_to_disk_and_still_readable(tmp_path: Path
     store = GroupStore(tmp_path / "s", settings)
     ids = [put(store, n, length=200) for n in range(30)]
     spilled = sorted((tmp_path / "disk").glob("*.arrow"))
-    assert (
-        spilled
-        and sum(f.stat().st_size for f in (tmp_path / "s").iterdir() if f.suffix in (".arrow", ".open")) < 70_000
-    )
+    in_memory = [f for f in (tmp_path / "s").iterdir() if f.name != "log" and f.suffix != ".recycled"]
+    assert spilled and sum(f.stat().st_size for f in in_memory) < 70_000
     assert pa.ipc.open_file(pa.memory_map(str(spilled[0]))).read_all()["number"][0].as_py() == 0
     for _ in range(2):
         for number, group_id in enumerate(ids):
@@ -387,6 +385,71 @@ def test_a_log_without_room_stores_nothing(store: GroupStore, monkeypatch: pytes
     assert store.stats().appended == 1
     put(store, 1)
     assert reopened(store).stats().groups == 2
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def write_as_another_version(folder: Path) -> Path:
+    """Give the segments the schema version 1; the first of them."""
+    for path in (files := sorted([*folder.glob("*.arrow"), *folder.glob("*.open")])):
+        path.write_bytes(path.read_bytes().replace(b"\x01\0\0\x002\0", b"\x01\0\0\x001\0"))
+    return files[0]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_shard_of_another_schema_version_is_refused_and_left_alone(tmp_path: Path, closed: bool):
+    store = GroupStore(tmp_path)
+    put(store, 0)
+    if closed:
+        store.close()
+    path = write_as_another_version(tmp_path)
+    with open(tmp_path / "log", "ab") as log:
+        log.write(b"torn")
+    before = files_of(tmp_path)
+    with pytest.raises(ReplayBufferError) as caught:
+        GroupStore(tmp_path)
+    assert all(
+        part in str(caught.value)
+        for part in (str(path), "schema version 1", "reads version 2", "the asyncrl that wrote it", "an empty folder")
+    )
+    assert files_of(tmp_path) == before
+
+
+def test_spilled_segments_of_another_schema_version_are_refused(tmp_path: Path):
+    settings = StoreSettings(segment_bytes=20_000, memory_bytes=0, spill_dir=tmp_path / "disk")
+    store = GroupStore(tmp_path / "s", settings)
+    for number in range(10):
+        put(store, number, length=200)
+    path = write_as_another_version(tmp_path / "disk")
+    with pytest.raises(ReplayBufferError, match=str(path)):
+        GroupStore(tmp_path / "s", settings)
+
+
+def test_a_log_of_records_that_are_not_ours_is_refused_and_left_alone(tmp_path: Path):
+    store = GroupStore(tmp_path)
+    put(store, 0)
+    store.close()
+    (tmp_path / "log").write_bytes(b"\1" * 3 * 128)
+    before = files_of(tmp_path)
+    with pytest.raises(ReplayBufferError, match="no record that this asyncrl can read"):
+        GroupStore(tmp_path)
+    assert files_of(tmp_path) == before
+
+
+def test_kept_groups_stay_in_the_log_however_long_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("asyncrl.buffer.log.COMPACT_FROM", 4)
+    store = GroupStore(tmp_path, StoreSettings(keep=True))
+    for number in range(10):
+        group_id = put(store, number)
+        store.lease(lease_id(number + 1), [group_id], **NOW)
+        store.commit(lease_id(number + 1), [group_id])
+        store.compact_if_long()
+    again = GroupStore(tmp_path, StoreSettings(keep=True))  # the killed one's segment is closed: all is in its footer
+    (file,) = tmp_path.glob("*.arrow")
+    assert pa.ipc.open_file(pa.memory_map(str(file))).num_record_batches == 10
+    assert (again.stats().appended, again.stats().committed) == (10, 10)
 
 
 def compacted(store: GroupStore, **settings) -> GroupStore:

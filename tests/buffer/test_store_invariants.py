@@ -104,11 +104,13 @@ class ShardModel(RuleBasedStateMachine):
         for number in numbers:
             group = encoded(number, max(0, self.version - lag))
             size = group.message.size
-            if not self.writer.fits(size):
+            offset = self.writer.write(group.message)
+            if offset is None:
                 segment = self.store.grant(self.writer_id, size, seal=self.writer.number)
                 assert segment is not None
                 self.writer.start(segment.number, segment.path, segment.capacity)
-            offset = self.writer.write(group.message)
+                offset = self.writer.write(group.message)
+                assert offset is not None
             checksum = xxhash.xxh3_64_intdigest(group.message)
             entry = Entry(group.ref, self.writer.number, offset, metadata_length(group.message), checksum)
             new = group.ref.group_id not in self.written
@@ -120,7 +122,7 @@ class ShardModel(RuleBasedStateMachine):
     def the_writer_dies(self, torn: bool) -> None:
         if self.writer_lock is None:
             return
-        if torn and self.writer.fits(100):
+        if torn:
             self.writer.write(b"half of a group" * 6)
         self.writer_lock.close()
         self.writer_lock = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from asyncrl.buffer import shared_memory
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -28,6 +31,7 @@ class Workspace:
 
     path: Path
     tag: str = field(default_factory=lambda: uuid.uuid4().hex)
+    shared_before: set[Path] = field(default_factory=lambda: set(shared_folders()))
 
     def environment(self) -> dict[str, str]:
         return os.environ | {TAG: self.tag, "PYTHONUNBUFFERED": "1", "COLUMNS": "160"}
@@ -41,11 +45,17 @@ class Workspace:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=_heed_sigint,
         )
+
+    def start_launch(self, config: str, *overrides: str) -> subprocess.Popen[str]:
+        """`asyncrl launch` as a child process; beside GPUs as exact as on CPUs, and with one GPU enough."""
+        on_gpus = ["--model.dtype=float32", "--learners.device=cpu"] if torch.cuda.is_available() else []
+        return self.start("launch", "--config", config, *on_gpus, *overrides)
 
     def launch(self, config: str, *overrides: str, status: int = 0, timeout_s: float = 500) -> str:
         """Run a config to its end; returns what was printed after checking the exit status and for leftovers."""
-        process = self.start("launch", "--config", config, *overrides)
+        process = self.start_launch(config, *overrides)
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -81,6 +91,27 @@ class Workspace:
 
     def assert_nothing_left(self, within_s: float = 15) -> None:
         wait_until(lambda: not self.processes(), within_s=within_s, what=lambda: f"left: {self.processes()}")
+        left = set(shared_folders()) - self.shared_before
+        assert not left, f"left in shared memory: {left}"
+
+
+def _heed_sigint() -> None:
+    """As in a terminal, also when the tests run in the background of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def shared_folders() -> list[Path]:
+    """Folders in shared memory that no process holds."""
+    return [path for path in Path(shared_memory()).glob("asyncrl-*") if _is_abandoned(path)]
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        with open(path / "alive", "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError):
+        return False
+    return True
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:

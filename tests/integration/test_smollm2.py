@@ -27,4 +27,5 @@ def test_two_steps_on_smollm2(workspace: Workspace) -> None:
     rows = [r for r in workspace.metrics("grpo_smollm2") if "learner/loss" in r]
     assert [r["step"] for r in rows] == [1, 2]
     assert rows[0]["learner/logprob_gap/max"] < 1e-2
-    assert rows[1]["learner/grad_norm"] > 0
+    for row in rows:  # a gradient, unless all rollouts of every group scored the same
+        assert (row["learner/grad_norm"] > 0) == (row["learner/groups/even_fraction"] < 1)

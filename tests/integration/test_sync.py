@@ -19,7 +19,8 @@ def run_sync(workspace: Workspace, name: str) -> tuple[list[dict], str]:
         "--mode=sync",
         f"--name={name}",
         "--steps=4",
-        "--eval.every=2",
+        "--eval.every=1",
+        "--eval.samples_per_prompt=2",
         "--generators.num=2",
     )
     rows = [

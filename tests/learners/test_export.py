@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,17 @@ def test_weights_that_are_not_finite_are_not_published(tiny_model: Path, tmp_pat
         with pytest.raises(WeightSyncError, match="finite"):
             export.publish(model, publisher, version=0, dtype=torch.float32)
     publisher.close()
+
+
+def test_a_full_disk_is_an_error_of_the_save_on_every_rank(tiny_model: Path, tmp_path: Path) -> None:
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with process_group() as device:
+        model = load(tiny_model, device)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            with pytest.raises(CheckpointError, match="could not be written"):
+                export.save(model, tmp_path / "out", source=str(tiny_model))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())

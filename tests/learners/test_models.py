@@ -122,3 +122,13 @@ def test_a_model_whose_logits_change_after_the_head_is_refused(tmp_path: Path) -
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with process_group() as device, pytest.raises(ConfigError, match="is no causal language model"):
         load_policy(ModelConfig(path=str(tmp_path)), mesh=data_mesh(device), device=device)
+
+
+def test_a_model_whose_checkpoint_has_other_names_is_refused(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=17, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=32, head_dim=16
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    with process_group() as device, pytest.raises(ConfigError, match=r"other names in memory .* model\.layers\.0\.mlp"):
+        load_policy(ModelConfig(path=str(tmp_path)), mesh=data_mesh(device), device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.learners import PolicyTrainer, SFTTrainer, assign_groups, init_distributed
 from asyncrl.types import Group, GroupRef
 from asyncrl.weights import WeightManifest, WeightPublisher, open_weights
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -133,7 +135,15 @@ def poison(trainer: PolicyTrainer) -> None:
 
 
 def run_rank(rank: int, world_size: int, task: Path, folder: Path) -> None:
-    device = init_distributed(rank=rank, world_size=world_size, init_method=f"file://{folder}/store", threads=1)
+    address, listener = folder / "address", None
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        (folder / "new").write_text(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        (folder / "new").rename(address)
+    wait_until(address.exists, within_s=60, what=lambda: "rank 0 gave no address")
+    device = init_distributed(
+        rank=rank, world_size=world_size, init_method=address.read_text(), threads=1, listener=listener
+    )
     member = Rank(task, folder, rank=rank, world_size=world_size, device=device)
     results = member.run()
     results["errors"] = member.errors()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,6 +37,11 @@ def expected_tensors(model_path: str | Path) -> dict[str, tuple[int, ...]]:
     if _embeddings_are_tied(folder):
         shapes.pop(LM_HEAD, None)
     return {name: shape for name, shape in shapes.items() if not _is_optional(name)}
+
+
+def num_parameters(model_path: str | Path) -> int:
+    """Elements of all expected tensors."""
+    return sum(math.prod(shape) for shape in expected_tensors(model_path).values())
 
 
 def check_tensors(manifest: WeightManifest, expected: Mapping[str, tuple[int, ...]]) -> None:

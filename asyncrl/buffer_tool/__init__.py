@@ -1,0 +1,1 @@
+"""`asyncrl buffer`: looks into stored trajectories, exports them, trains from them."""
