@@ -7,6 +7,7 @@ unless
 - every acknowledged group is in a reader's commit, in a shard, or counted as evicted, and the ledgers balance,
 - every group that is read is the one that was written, bit by bit, within the staleness bound,
 - no group is committed twice, none is quarantined, every snapshot restores,
+- no reader loses a lease but by standing still for about as long as it lasts,
 - memory, file descriptors and shared memory are no larger in the last quarter than in the second.
 """
 
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,10 +40,12 @@ SPAWN = multiprocessing.get_context("spawn")
 NUM_SHARDS, NUM_WRITERS, NUM_READERS = 2, 2, 2
 GROUP_SIZE, LEASE_GROUPS = 4, 8
 MAX_STALENESS = 2
-LEASE_TIMEOUT_S = 3.0
+LEASE_TIMEOUT_S = 5.0
+LEASES_RETURN_S = 60.0
+"""Shards count only the time in which they run: on a loaded machine a lease of a dead holder takes longer to return."""
 VERSION_EVERY_S = 1.0
 SNAPSHOT_EVERY_S = 7.0
-SETTINGS = StoreSettings(capacity_bytes=48 << 20, segment_bytes=1 << 20)
+SETTINGS = StoreSettings(capacity_bytes=48 << 20, segment_bytes=1 << 20, memory_bytes=12 << 20)
 ROOM = 1.25
 SLACK = (("MB of memory", 20), ("descriptors", 150), ("MB of files", 40))
 """The last quarter may be ROOM times the second plus this: caches of open files fill up, backlogs come and go."""
@@ -81,7 +84,7 @@ def is_as_written(found: Group) -> bool:
 
 
 def serve(directory: str, pipe: Any) -> None:
-    server = ShardServer(directory, settings=SETTINGS)
+    server = ShardServer(directory, settings=replace(SETTINGS, spill_dir=Path(f"{directory}-spilled")))
     pipe.send(server.start().to_dict())
     pipe.recv()
     server.stop()
@@ -130,7 +133,7 @@ def read(addresses: list[dict[str, Any]], name: str, folder: str, version: Any) 
                 buffer.commit(lease)
                 say("committed", numbers)
             except ReplayBufferError as error:  # it was stopped for longer than its lease lasts
-                say("late", [str(error).splitlines()[0]])
+                say("late", [f"{time.monotonic()} {str(error).splitlines()[0]}"])
 
 
 @dataclass
@@ -160,6 +163,7 @@ class Soak:
     snapshots: Counter[str] = field(default_factory=Counter)
     sizes: list[tuple[float, float, float]] = field(default_factory=list)
     addresses: list[ShardAddress] = field(default_factory=list)
+    long_stops: list[tuple[str, float]] = field(default_factory=list)  # who, until when
 
     def start(self) -> None:
         self.version = SPAWN.Value("i", 0)
@@ -199,9 +203,12 @@ class Soak:
         if kind == "kill":
             member.kill()
             return
+        seconds = self.rng.choice([0.3, 1.0, LEASE_TIMEOUT_S + 1.5])
         os.kill(member.process.pid, signal.SIGSTOP)
-        time.sleep(self.rng.choice([0.3, 1.0, LEASE_TIMEOUT_S + 1.5]))
+        time.sleep(seconds)
         os.kill(member.process.pid, signal.SIGCONT)
+        if seconds > LEASE_TIMEOUT_S:
+            self.long_stops.append((member.name, time.monotonic()))
 
     def snapshot(self, buffer: ReplayBuffer) -> None:
         target = self.folder / f"snapshot-{sum(self.snapshots.values())}"
@@ -255,9 +262,10 @@ class Soak:
         for member in [*self.writers, *self.readers]:
             member.process.kill()
             member.process.join()
-        time.sleep(12)  # the last leases come back, also those of a shard that was just started again
         with ReplayBuffer(self.addresses) as buffer:
-            stats = buffer.stats()
+            deadline = time.monotonic() + LEASES_RETURN_S
+            while (stats := buffer.stats()).leased_groups and time.monotonic() < deadline:
+                time.sleep(0.5)
             rest = buffer.lease(stats.groups, policy_version=0, max_staleness=0) if stats.groups else None
             left = {ref.number for ref in rest.refs} if rest else set()
             problems = [
@@ -280,7 +288,20 @@ class Soak:
             "nothing was committed": bool(committed),
         }
         problems += [problem for problem, good in checks.items() if not good]
-        return problems + self.growth()
+        return problems + self.lost_leases() + self.growth()
+
+    def lost_leases(self) -> list[str]:
+        """Readers that were late without having been stopped: a shard, or another lease, came in their way."""
+        problems = []
+        for file in self.folder.glob("late-*"):
+            name = f"reader {file.name.removeprefix('late-')}"
+            ends = [end for stopped, end in self.long_stops if stopped == name]
+            for line in file.read_text().splitlines():
+                when, _, text = line.partition(" ")
+                is_lost = "handed out again" in text or "is gone" in text
+                if is_lost and not any(end - 1 < float(when) < end + 30 for end in ends):
+                    problems.append(f"{name} lost a lease without having been stopped: {text}")
+        return problems
 
     def growth(self) -> list[str]:
         quarter = len(self.sizes) // 4
@@ -310,7 +331,9 @@ def main() -> int:
     finally:
         for child in multiprocessing.active_children():
             child.kill()
-        late = Counter(line[:60] for file in folder.glob("late-*") for line in file.read_text().splitlines())
+        late = Counter(
+            line.partition(" ")[2][:60] for file in folder.glob("late-*") for line in file.read_text().splitlines()
+        )
         shutil.rmtree(folder, ignore_errors=True)
     for title, counts in (("faults", soak.faults), ("snapshots", soak.snapshots), ("late readers", late)):
         print(f"{title}: {', '.join(f'{name} {count}' for name, count in sorted(counts.items())) or 'none'}")

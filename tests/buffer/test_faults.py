@@ -150,11 +150,12 @@ def test_a_snapshot_without_room_is_an_error_and_the_earlier_one_stays_whole(tmp
         assert buffer.snapshot(disk.path / "two", policy_version=2) == 0
 
 
-def test_files_that_may_not_grow_are_an_error_until_they_may(tmp_path: Path):
+def test_files_that_may_not_grow_are_an_error_until_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """For systems without a disk to fill: the segments are larger than a file may be."""
+    monkeypatch.setattr("asyncrl.buffer.log.RESERVE_BYTES", 1 << 13)
     settings = StoreSettings(segment_bytes=4_000_000)
     with ReplayBuffer.local(1, directory=str(tmp_path), settings=settings) as buffer:
-        with largest_file(1_200_000):
+        with largest_file(60_000):
             num = fill_up(buffer)
             fill_up(buffer, first=500)
             with pytest.raises(ReplayBufferError, match=r"could not be written: .*File too large"):
