@@ -48,7 +48,8 @@ def ray_cluster(config: JobConfig, address: str | None) -> Iterator[Placement]:
     if wanted not in (None, "local"):
         try:
             _probe(wanted)
-            ray.init(address=wanted, **options)
+            # Ray reads the cluster's token for "auto" alone, which is the one of `ray start` where that lives.
+            ray.init(address="auto" if wanted == read_ray_address() else wanted, **options)
         except (OSError, ValueError, RuntimeError) as error:
             if address is not None or os.environ.get("RAY_ADDRESS"):
                 raise ConfigError(f"--address {wanted}: no Ray cluster answers there ({_first_line(error)})") from error
